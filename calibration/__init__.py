@@ -1,0 +1,1 @@
+"""Calibration: measurements in, hardware profiles out; and plans run for real."""

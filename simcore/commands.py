@@ -1,0 +1,281 @@
+"""The commands of the simulator: ``placewright graph`` and ``placewright clusters``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from simcore.cli import Answer, Subparsers, note, show_table
+from simcore.errors import UsageError
+from simcore.job import Optimizer, Precision
+from simcore.units import GB, US, GiB, format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from simcore.cluster import Cluster
+
+Row = dict[str, Any]
+
+MODEL_HELP = (
+    "a model by name (--list), a factory of your own (package.module:function), or a graph file: "
+    "PipeDream graph.txt, dnn-partitioning JSON or placewright's own JSON"
+)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that change a graph's job; `job_changes` reads them."""
+    group = parser.add_argument_group("job")
+    group.add_argument("--batch", type=_count, metavar="N", help="samples per step, all devices")
+    group.add_argument("--sequence-length", type=_count, metavar="N", help="tokens per sample")
+    group.add_argument("--optimizer", choices=get_args(Optimizer))
+    group.add_argument("--precision", choices=get_args(Precision))
+    group.add_argument(
+        "--assume-linear",
+        action="store_true",
+        default=None,
+        help="scale the measured seconds of a graph file linearly to --batch",
+    )
+
+
+def job_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of the job that the command line sets."""
+    names = ("batch", "sequence_length", "optimizer", "precision", "assume_linear")
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def add_graph(subparsers: Subparsers) -> None:
+    """Adds ``placewright graph``."""
+    parser = subparsers.add_parser(
+        "graph",
+        help="show the computation graph of a model or file, or convert it",
+        description="Shows ops, placement units, FLOPs and bytes of a model or graph file; with "
+        "--out, writes it as placewright's own JSON.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--list", action="store_true", help="list the models known by name")
+    parser.add_argument("--by", choices=("kind", "module"), default="kind", help="group ops by")
+    parser.add_argument(
+        "--depth", type=_count, metavar="N", help="module levels kept with --by module (2)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the graph here (.json)")
+    add_job_options(parser)
+    parser.set_defaults(run=_graph)
+
+
+def _graph(args: argparse.Namespace) -> Answer:
+    from simcore.graph_file import write_graph
+    from simcore.sources import is_captured, load_graph
+    from simcore.summary import groups, kinds, modules, totals
+
+    if args.list:
+        return _model_list()
+    if args.model is None:
+        raise UsageError("give a MODEL, or --list")
+    if args.depth is not None and args.by != "module":
+        raise UsageError("--depth goes with --by module")
+    if args.out is not None and args.out.suffix != ".json":
+        raise UsageError(f"--out {args.out}: the name must end in .json")
+    if is_captured(args.model):
+        note(f"capturing {args.model} ...")
+    graph, job, source = load_graph(args.model, job_changes(args))
+    if args.out is not None:
+        write_graph(graph, args.out)
+        note(f"wrote {args.out}")
+    keys = kinds(graph) if args.by == "kind" else modules(graph, depth=args.depth or 2)
+    data = {
+        **totals(graph, job),
+        "source": source,
+        "by": args.by,
+        "groups": groups(graph, job, keys),
+        "out": None if args.out is None else str(args.out),
+    }
+    return Answer(data=data, show=lambda: _show_graph(data))
+
+
+def _model_list() -> Answer:
+    from simcore.models import model_names, model_spec
+
+    specs = [model_spec(name) for name in model_names()]
+    rows = [
+        {
+            "name": spec.name,
+            "summary": spec.summary,
+            "parameters": spec.parameters,
+            "batch": spec.default_job.batch,
+            "sequence_length": spec.default_job.sequence_length,
+            "unit": spec.unit,
+            "optimizer": spec.default_job.optimizer,
+            "precision": spec.default_job.precision,
+            "reason": spec.reason,
+        }
+        for spec in specs
+    ]
+    cells = [
+        [
+            str(row["name"]),
+            format_count(spec.parameters),
+            str(row["batch"]),
+            f"{row['sequence_length']} {spec.unit}",
+            f"{row['optimizer']}, {row['precision']}",
+            spec.summary,
+        ]
+        for row, spec in zip(rows, specs, strict=True)
+    ]
+    columns = ["model", "parameters", "batch", "size", "job", "what it is"]
+    return Answer(data={"models": rows}, show=lambda: show_table(columns, cells, right=(1, 2, 3)))
+
+
+def _show_graph(data: Row) -> None:
+    phases = ", ".join(f"{count} {phase}" for phase, count in data["ops_by_phase"].items() if count)
+    batch = data["job"]["batch"]
+    lines = [
+        f"{data['name']} at batch {'unknown' if batch is None else batch} ({data['source']})",
+        f"{data['ops']} ops ({phases}), {data['units']} placement units, {data['edges']} edges",
+        f"{format_count(data['trained_parameters'])} trained parameters "
+        f"({format_bytes(data['parameter_bytes'])}), "
+        f"{format_bytes(data['activation_bytes'])} of activations, "
+        f"{format_count(data['flops'])}FLOP",
+    ]
+    if data["measured_s"] is not None:
+        device = data["measured_on"] or "an unnamed device"
+        lines.append(f"measured: {format_seconds(data['measured_s'])} of ops on {device}")
+    print("\n".join(lines))
+    measured = data["measured_s"] is not None
+    rows = [
+        [
+            row["name"],
+            str(row["ops"]),
+            format_count(row["flops"]),
+            format_bytes(row["parameter_bytes"]),
+            format_bytes(row["activation_bytes"]),
+            *([_or_dash(row["measured_s"])] if measured else []),
+        ]
+        for row in data["groups"]
+    ]
+    columns = [data["by"], "ops", "FLOP", "parameters", "activations"]
+    show_table([*columns, *(["measured"] if measured else [])], rows)
+
+
+def _or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _count(text: str) -> int:
+    """Returns a whole number of at least 1; what argparse calls for a count."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_clusters(subparsers: Subparsers) -> None:
+    """Adds ``placewright clusters``."""
+    parser = subparsers.add_parser(
+        "clusters",
+        help="list the clusters known by name, or show one",
+        description="Lists the clusters that ship with placewright; with NAME, shows devices, "
+        "links and the bandwidth between each pair of devices.",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset, or a .toml file")
+    parser.set_defaults(run=_clusters)
+
+
+def _clusters(args: argparse.Namespace) -> Answer:
+    from simcore import cluster
+
+    if args.name is not None:
+        found = _cluster_data(cluster.resolve(args.name))
+        return Answer(data=found, show=lambda: _show_cluster(found))
+    rows = [_cluster_row(cluster.Cluster.preset(name)) for name in cluster.presets()]
+    return Answer(data={"clusters": rows}, show=lambda: _show_clusters(rows))
+
+
+def _cluster_row(cluster: Cluster) -> Row:
+    kinds = Counter(device.kind for device in cluster.devices)
+    return {"name": cluster.name, "devices": dict(kinds), "description": cluster.description}
+
+
+def _show_clusters(rows: list[Row]) -> None:
+    show_table(
+        ["cluster", "devices", "description"],
+        [
+            [
+                row["name"],
+                ", ".join(f"{count} x {kind}" for kind, count in row["devices"].items()),
+                row["description"],
+            ]
+            for row in rows
+        ],
+        right=(),
+    )
+
+
+def _cluster_data(cluster: Cluster) -> Row:
+    names = cluster.device_names
+    return {
+        "name": cluster.name,
+        "description": cluster.description,
+        "hash": cluster.content_hash(),
+        "devices": [
+            {
+                "name": device.name,
+                "kind": device.kind,
+                "node": device.node,
+                "memory_GiB": device.memory / GiB,
+                "forwards": device.forwards,
+            }
+            for device in cluster.devices
+        ],
+        "switches": list(cluster.switches),
+        "links": [
+            {
+                "a": link.a,
+                "b": link.b,
+                "kind": link.kind,
+                "bandwidth_GBps": link.bandwidth / GB,
+                "latency_us": link.latency / US,
+            }
+            for link in cluster.links
+        ],
+        "route_bandwidth_GBps": _pairs(names, cluster.route_bandwidth / GB),
+        "route_latency_us": _pairs(names, cluster.route_latency / US),
+    }
+
+
+def _pairs(names: tuple[str, ...], values: NDArray[np.float64]) -> dict[str, dict[str, float]]:
+    """Returns from -> to -> value, [dev, dev], without the diagonal and what is unreachable."""
+    return {
+        a: {b: values[i, j] for j, b in enumerate(names) if i != j and 0 <= values[i, j] < math.inf}
+        for i, a in enumerate(names)
+    }
+
+
+def _show_cluster(data: Row) -> None:
+    print(f"{data['name']}: {data['description']}")
+    show_table(
+        ["device", "kind", "node", "memory"],
+        [[d["name"], d["kind"], d["node"], f"{d['memory_GiB']:g} GiB"] for d in data["devices"]],
+        right=(3,),
+    )
+    print()
+    show_table(
+        ["link", "kind", "GB/s each way", "latency"],
+        [
+            [
+                f"{link['a']} - {link['b']}",
+                link["kind"],
+                f"{link['bandwidth_GBps']:g}",
+                f"{link['latency_us']:g} us",
+            ]
+            for link in data["links"]
+        ],
+        right=(2, 3),
+    )
+    print("\nGB/s from row to column, over the whole route:")
+    routes = data["route_bandwidth_GBps"]
+    rows = [[a, *(f"{routes[a][b]:g}" if b in routes[a] else "-" for b in routes)] for a in routes]
+    show_table(["", *routes], rows)

@@ -1,0 +1,194 @@
+"""Costs: a graph, a job and device kinds -> seconds of every op on every kind at every batch.
+
+An op's seconds are what its kernels take on the device; launching them is the host's time and is
+kept apart. Where they come from, first that applies:
+
+- measured seconds of a fixed graph, for the kind and the batch they were measured at (`FIXED`), or
+  scaled linearly to others where the job allows it (`SCALED`);
+- the roofline: the larger of FLOPs / achievable FLOP/s and bytes / achievable bytes/s, with the
+  efficiencies of the hardware profile (`ROOFLINE`); an update moves elements times the traffic of
+  the job's optimizer;
+- nothing, for views, graph inputs and ops without a signature (`ZERO`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.errors import JobError
+from simcore.graph import FixedCosts, OpClass, OpGraph
+from simcore.job import Job
+from simcore.profile import HardwareProfile, load_profile
+from simcore.signature import CLASS_NAMES
+
+MEASURED_ERROR = 0.05  # relative; run to run spread of a profiled op
+SCALED_ERROR = 0.3  # relative; as a roofline
+_FREE = (OpClass.INPUT, OpClass.VIEW)
+
+
+class CostSource(IntEnum):
+    """Where the seconds of an op on a device kind come from."""
+
+    ZERO = 0
+    FIXED = 1
+    SCALED = 2
+    ROOFLINE = 3
+    IMPOSSIBLE = 4  # the op cannot run there: its seconds are infinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CostTable:
+    """What every op costs. Axes: op, kind, variant (a batch); read-only."""
+
+    seconds: NDArray[np.float64]  # [op, kind, variant] s on the device; inf = cannot run there
+    launch: NDArray[np.float64]  # [op, kind] s of the host
+    source: NDArray[np.uint8]  # [op, kind] CostSource
+    relative_error: NDArray[np.float64]  # [op, kind] standard error / seconds
+    kinds: tuple[str, ...]  # [kind]
+    batches: tuple[int | None, ...]  # [variant] samples; None = the graph's own
+
+
+def cost_table(
+    graph: OpGraph, job: Job, kinds: Sequence[str], batches: Sequence[int | None]
+) -> CostTable:
+    """Returns the cost of every op on every kind at every batch.
+
+    Args:
+        graph: the graph.
+        job: gives the optimizer's traffic, and whether measured seconds may be scaled.
+        kinds: device kinds, distinct.
+        batches: samples that one copy of the model sees; None = the graph's own.
+
+    Raises:
+        JobError: a fixed graph at a batch or on a GPU kind that it was not measured at, without
+            `Job.assume_linear`.
+        ProfileError: a kind, or the kind measured on where seconds are scaled, has no profile.
+    """
+    profiles = [load_profile(kind) for kind in kinds]
+    costed = _costed(graph)
+    source = np.where(costed, CostSource.ROOFLINE, CostSource.ZERO).astype(np.uint8)
+    source = np.repeat(source[:, None], len(kinds), axis=1)
+    seconds = np.zeros((graph.num_ops, len(kinds), len(batches)))
+    for variant, batch in enumerate(batches):
+        size = batch if batch is not None else (graph.batch or 1)
+        for kind, profile in enumerate(profiles):
+            seconds[:, kind, variant] = np.where(costed, _roofline(graph, job, profile, size), 0.0)
+    if graph.fixed is not None:
+        scales = np.array([_batch_scale(graph, graph.fixed, job, batch) for batch in batches])
+        for kind in range(len(kinds)):
+            measured = _measured(graph, graph.fixed, job, profiles, kind)
+            _overlay(seconds[:, kind], source[:, kind], measured, scales)
+    table = CostTable(
+        seconds=seconds,
+        launch=graph.kernels[:, None] * np.array([profile.launch_overhead for profile in profiles]),
+        source=source,
+        relative_error=_relative_error(graph, profiles, source),
+        kinds=tuple(kinds),
+        batches=tuple(batches),
+    )
+    for array in (table.seconds, table.launch, table.source, table.relative_error):
+        array.flags.writeable = False
+    return table
+
+
+def _costed(graph: OpGraph) -> NDArray[np.bool_]:
+    """Returns which ops the roofline knows something about, [op]."""
+    update = (graph.op_class == OpClass.UPDATE) & (graph.elements > 0)
+    known: NDArray[np.bool_] = (graph.signature >= 0) | update
+    return known & ~np.isin(graph.op_class, _FREE)
+
+
+def _roofline(
+    graph: OpGraph, job: Job, profile: HardwareProfile, batch: int
+) -> NDArray[np.float64]:
+    """Returns seconds of every op on one kind at one batch, [op]; each signature is costed once."""
+    signatures = graph.signatures
+    flops = np.array([s.flops(batch) for s in signatures], np.float64)
+    traffic = np.array([s.traffic_bytes(batch) for s in signatures], np.float64)
+    flop_rate = np.array([profile.flop_rate(s.op_class, s.dtype) for s in signatures], np.float64)
+    byte_rate = np.array([profile.byte_rate(s.op_class) for s in signatures], np.float64)
+    per_signature = np.append(np.maximum(flops / flop_rate, traffic / byte_rate), 0.0)
+    moved = graph.elements * float(job.update_traffic_per_element())
+    return np.where(
+        graph.op_class == OpClass.UPDATE,
+        moved / profile.byte_rate("update"),
+        per_signature[graph.signature],
+    )
+
+
+def _batch_scale(graph: OpGraph, fixed: FixedCosts, job: Job, batch: int | None) -> float:
+    """Returns what measured seconds are multiplied by at a batch, or refuses the batch.
+
+    A file that does not say its batch was measured at the job's.
+    """
+    measured = fixed.batch if fixed.batch is not None else job.batch
+    if batch is None or batch == measured:
+        return 1.0
+    known = "an unknown batch" if measured is None else f"batch {measured}"
+    if measured is None or not job.assume_linear:
+        raise JobError(
+            f"{graph.name}: its seconds were measured at {known} and say nothing about batch "
+            f"{batch}{'' if measured is None else ' (--assume-linear scales them)'}"
+        )
+    return batch / measured
+
+
+def _measured(
+    graph: OpGraph, fixed: FixedCosts, job: Job, profiles: Sequence[HardwareProfile], kind: int
+) -> tuple[NDArray[np.float64], bool]:
+    """Returns measured seconds on a kind, [op] with NaN = cost the signature; whether scaled."""
+    profile = profiles[kind]
+    if fixed.measured_on == profile.kind:
+        return fixed.seconds, False
+    if profile.is_cpu:
+        missing = np.where(np.isnan(fixed.seconds), np.nan, np.inf)
+        if fixed.cpu_seconds is None:
+            return missing, False
+        return np.where(np.isnan(fixed.cpu_seconds), missing, fixed.cpu_seconds), False
+    gpus = [other.kind for other in profiles if not other.is_cpu]
+    if fixed.measured_on is None and len(gpus) == 1:
+        return fixed.seconds, False
+    if not job.assume_linear:
+        where = f"on {fixed.measured_on}" if fixed.measured_on else "on one unknown device kind"
+        raise JobError(
+            f"{graph.name}: its seconds were measured {where} and say nothing about "
+            f"{profile.kind if fixed.measured_on else ' and '.join(gpus)} (--assume-linear scales "
+            "them with the fp32 peak where the kind is known)"
+        )
+    if fixed.measured_on is None:
+        return fixed.seconds, True
+    return fixed.seconds * (
+        load_profile(fixed.measured_on).peak("fp32") / profile.peak("fp32")
+    ), True
+
+
+def _overlay(
+    seconds: NDArray[np.float64],
+    source: NDArray[np.uint8],
+    measured: tuple[NDArray[np.float64], bool],
+    scales: NDArray[np.float64],
+) -> None:
+    """Puts measured seconds over the roofline of one kind: seconds [op, variant], source [op]."""
+    values, other_kind = measured
+    given = ~np.isnan(values)
+    seconds[given] = values[given, None] * scales
+    scaled = other_kind or bool((scales != 1.0).any())
+    source[given] = CostSource.SCALED if scaled else CostSource.FIXED
+    source[np.isinf(values)] = CostSource.IMPOSSIBLE
+
+
+def _relative_error(
+    graph: OpGraph, profiles: Sequence[HardwareProfile], source: NDArray[np.uint8]
+) -> NDArray[np.float64]:
+    """Returns the relative standard error of the seconds, [op, kind]."""
+    by_class = np.array([[p.relative_error(name) for p in profiles] for name in CLASS_NAMES])
+    by_source = np.zeros(len(CostSource))
+    by_source[CostSource.FIXED] = MEASURED_ERROR
+    by_source[CostSource.SCALED] = SCALED_ERROR
+    by_source[CostSource.ROOFLINE] = math.nan
+    error = by_source[source]
+    return np.where(np.isnan(error), by_class[graph.op_class], error)

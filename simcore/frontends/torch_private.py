@@ -1,0 +1,80 @@
+"""The interfaces of torch that capture needs and that torch does not promise to keep: all are here.
+
+Tried with torch 2.6 to 2.13; what is missing in another release fails at import, by name.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DATA_DEPENDENT", "NO_FAKE", "TorchDispatchMode", "composite_kernels", "current_node", "fake_mode",
+    "newest_sequence", "sequence_of", "storage_address",
+]  # fmt: skip
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+NO_FAKE = (UnsupportedOperatorException,)
+_LEAF_SEQUENCE = 2**64 - 1  # autograd's number of the nodes that hand gradients to parameters
+
+
+def fake_mode() -> FakeTensorMode:
+    """Returns a mode in which tensors have shapes but no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns what is equal for tensors that share memory, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def newest_sequence() -> int:
+    """Returns the number of the autograd node made last, -1 = none yet."""
+    return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined,no-any-return]
+
+
+def current_node() -> Any:
+    """Returns the autograd node that runs now, None outside a backward."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_of(node: Any) -> int | None:
+    """Returns a node's number; None for the node that hands a parameter (``.variable``) its gradient."""
+    sequence: int = node._sequence_nr()
+    return None if sequence == _LEAF_SEQUENCE else sequence
+
+
+@contextmanager
+def composite_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replaces ops that torch takes apart above autograd, in the whole process, while active.
+
+    Args:
+        kernels: op of ``aten`` with overload -> what runs instead on CPU tensors. Where that returns
+            NotImplemented, torch's own decomposition runs.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, _or_decomposed(name, kernel), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _or_decomposed(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        return op.decompose(*args, **kwargs) if result is NotImplemented else result
+
+    return run

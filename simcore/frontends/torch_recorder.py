@@ -1,0 +1,382 @@
+"""Runs of torch ops under fake tensors -> Tape: what was executed, on which memory, at one batch.
+
+A `Recorder` stands below autograd and sees every op of forward and backward as it is dispatched. Tensors
+are known by their storage: a *value* is a storage and a version, every write makes a new version. A view
+that covers its storage is the value itself; one that covers a part is a *region* of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from simcore.frontends.torch_private import (
+    TorchDispatchMode,
+    current_node,
+    newest_sequence,
+    sequence_of,
+    storage_address,
+)
+from simcore.frontends.torch_signatures import Kind, classify, dtype_name
+from simcore.signature import OpClass, Phase, Role
+
+Tensor = torch.Tensor
+
+ALL = -1  # the region that is a whole storage
+
+_EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+                    "empty_permuted"))  # fmt: skip
+_OVERWRITES = frozenset(("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_",
+                         "exponential_", "log_normal_", "cauchy_", "geometric_"))  # fmt: skip
+_GATHERS = frozenset(("embedding", "index", "gather", "index_select", "_unsafe_index"))
+# normalisations whose schema hides that they update the running statistics: positions of those, of `training`
+_RUNNING_STATISTICS = {"native_batch_norm": (3, 4, 5), "cudnn_batch_norm": (3, 4, 5)}
+_ALIASING = frozenset(("_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach_"))
+
+
+class Value(NamedTuple):
+    """A tensor as an op sees it."""
+
+    storage: int
+    version: int
+    region: int  # ALL, or a part of the storage, numbered within it
+    bytes: int  # of the region
+
+
+@dataclass(slots=True, kw_only=True)
+class Storage:
+    """One piece of memory."""
+
+    name: str
+    bytes: int
+    role: Role
+    version: int = 0
+    writer: int = -1  # op that wrote the current version, -1 = nobody
+    first_user: int = -1
+    regions: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+
+class TapeOp(NamedTuple):
+    """One executed op."""
+
+    target: str
+    kind: Kind
+    dtype: str
+    phase: Phase
+    module: str
+    reads: tuple[Value, ...]  # distinct
+    writes: tuple[Value, ...]  # one per storage; version 0 = fresh
+    traffic: int  # bytes read and written
+    kernels: int
+    joins: int  # op whose placement unit it shares, -1 = a unit of its own
+
+
+@dataclass(slots=True)
+class Tape:
+    """What one forward and backward executed."""
+
+    ops: list[TapeOp] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+
+
+class Failure(NamedTuple):
+    """The op that raised while recording."""
+
+    error: Exception
+    target: str
+    module: str
+
+
+class _Operator(NamedTuple):
+    """What the schema of one overload says."""
+
+    name: str  # without namespace for aten
+    target: str  # "aten.mm"
+    is_alias: bool
+    is_empty: bool
+    written: tuple[tuple[int, str], ...]  # arguments it writes: position, name
+
+
+def _operator(func: Any) -> _Operator:
+    namespace, _, base = func._schema.name.partition("::")
+    written = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aten = namespace == "aten"
+    return _Operator(
+        name=base if aten else f"{namespace}::{base}",
+        target=f"{namespace}.{base}",
+        is_alias=func.is_view or (aten and base in _ALIASING),
+        is_empty=aten and base in _EMPTY,
+        written=written,
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a tape of every op while active; enter it after the fake mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.failure: Failure | None = None
+        self._operators: dict[Any, _Operator] = {}
+        self._index: dict[int, int] = {}  # address of a storage -> index
+        self._alive: list[Any] = []  # keeps addresses from being used again
+        self._op_of_sequence: dict[int, int] = {}  # autograd's sequence number -> op
+        self._path: list[str] = [""]
+        self._loss_op = -1  # the last op of the forward, once the backward has begun
+        self._runs: dict[tuple[str, str], list[int]] = defaultdict(list)  # forward ops by place
+        self._reruns: dict[tuple[str, str], int] = defaultdict(int)
+
+    def register(self, name: str, tensor: Tensor, role: Role) -> int:
+        """Names a parameter, buffer or input; returns its storage."""
+        known = self._index.get(storage_address(tensor))
+        return self._add_storage(name, tensor, role) if known is None else known
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Lets every module tell when its forward begins and ends."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._entering(name), prepend=True)
+            module.register_forward_hook(self._leaving, always_call=True)
+
+    def value(self, tensor: Tensor) -> Value:
+        """Returns what a tensor is on the tape; memory of unknown origin becomes an input op."""
+        index = self._index.get(storage_address(tensor))
+        if index is None:
+            index = self._add_storage("constant", tensor, Role.INPUT)
+        whole = self._current(index)
+        region, num_bytes = _region(tensor, self.tape.storages[index])
+        return whole._replace(region=region, bytes=num_bytes)
+
+    def begin_backward(self, loss: Tensor) -> None:
+        """Tells that ops which no autograd node runs now start or end the backward of this loss."""
+        self._loss_op = max(0, self.tape.storages[self.value(loss).storage].writer)
+
+    def emit(
+        self,
+        target: str,
+        kind: Kind,
+        inputs: Iterable[Tensor | None],
+        outputs: Iterable[Tensor | None],
+        kernels: int = 1,
+    ) -> None:
+        """Records one op that never ran; its outputs must be fresh."""
+        read = [t for t in inputs if t is not None]
+        self._append(target, kind, read, [t for t in outputs if t is not None], (), kernels)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one op and records it."""
+        kwargs = kwargs or {}
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _operator(func)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.failure = Failure(error, operator.target, self._path[-1])
+            raise
+        if type(result) in (torch.device, bool, int, float, torch.dtype, torch.layout):
+            return result
+        if operator.is_alias and not operator.written:
+            self._note_sequence(self._writer_of(args))
+        elif not operator.is_empty:
+            self._record(operator, func, args, kwargs, result)
+        return result
+
+    def _record(
+        self, operator: _Operator, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
+        written = _written(operator, args, kwargs)
+        changed = {storage_address(t) for t in written}
+        aliased = {storage_address(t) for t in inputs} - changed
+        returned = [t for t in tensors_in(result) if storage_address(t) not in aliased | changed]
+        outputs = [*returned, *written]
+        if not outputs:
+            self._note_sequence(self._writer_of(args))
+            return
+        if operator.name in _OVERWRITES or operator.name.endswith("_like"):
+            inputs = inputs[1:]  # only its shape is read
+        elif operator.name.startswith("new_"):
+            inputs = []
+        kind = classify(operator.name, func, args, kwargs, outputs)
+        source = inputs[0] if operator.name in _GATHERS else None
+        self._append(operator.target, kind, inputs, outputs, written, 1, source)
+
+    def _append(  # noqa: PLR0913, PLR0917 - the parts of one op
+        self,
+        target: str,
+        kind: Kind,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+        kernels: int,
+        gathered: Tensor | None = None,
+    ) -> None:
+        reads = dict.fromkeys(self.value(t) for t in inputs)
+        traffic = sum(value.bytes for value in reads) + sum(_dense_bytes(t) for t in outputs)
+        if gathered is not None:  # only the rows that are asked for
+            traffic += _dense_bytes(outputs[0]) - self.value(gathered).bytes
+        for tensor in written:  # what was there before the write, if anything
+            if (index := self._index.get(storage_address(tensor))) is not None:
+                reads[self._current(index)] = None
+        phase, joins = self._unit(target, reads)
+        module = self._path[-1] if joins < 0 else self.tape.ops[joins].module
+        op = len(self.tape.ops)
+        for value in reads:
+            storage = self.tape.storages[value.storage]
+            storage.first_user = op if storage.first_user < 0 else storage.first_user
+        writes = self._write(op, target, outputs)
+        dtype = _arithmetic_dtype(outputs, inputs)
+        self.tape.ops.append(
+            TapeOp(target, kind, dtype, phase, module, tuple(reads), writes, traffic, kernels, joins)
+        )
+        if joins < 0:
+            self._runs[module, target].append(op)
+        self._note_sequence(op)
+
+    def _write(self, op: int, target: str, outputs: Sequence[Tensor]) -> tuple[Value, ...]:
+        """Makes a new version of every storage an op writes."""
+        writes: dict[int, Value] = {}
+        for tensor in outputs:
+            index = self._index.get(storage_address(tensor))
+            if index is None:
+                index = self._add_storage(target, tensor, Role.ACTIVATION)
+            elif index not in writes:
+                self.tape.storages[index].version += 1
+            storage = self.tape.storages[index]
+            storage.writer = op
+            writes[index] = Value(index, storage.version, ALL, storage.bytes)
+        return tuple(writes.values())
+
+    def _unit(self, target: str, reads: Iterable[Value]) -> tuple[Phase, int]:
+        """Returns the phase of the op that runs now, and the op whose unit it joins."""
+        node = current_node()
+        if node is None:
+            return (Phase.F, -1) if self._loss_op < 0 else (Phase.B, self._loss_op)
+        if len(self._path) > 1:  # a forward that runs again, for its activations
+            place = self._path[-1], target
+            if runs := self._runs.get(place):
+                self._reruns[place] += 1
+                return Phase.B, runs[(self._reruns[place] - 1) % len(runs)]
+        sequence = sequence_of(node)
+        joins = -1
+        if sequence is None:
+            index = self._index.get(storage_address(node.variable))
+            joins = -1 if index is None else self.tape.storages[index].first_user
+        elif sequence in self._op_of_sequence:
+            joins = self._op_of_sequence[sequence]
+        if joins < 0:
+            writers = (self.tape.storages[value.storage].writer for value in reads)
+            joins = max(writers, default=-1)
+        return Phase.B, joins if joins >= 0 else len(self.tape.ops) - 1
+
+    def _note_sequence(self, op: int) -> None:
+        """Remembers the op for the autograd node that torch has just made, if it made one."""
+        if op >= 0:
+            self._op_of_sequence.setdefault(newest_sequence(), op)
+
+    def _writer_of(self, args: Sequence[Any]) -> int:
+        """Returns the op that wrote what a view is of, -1 = none."""
+        for tensor in tensors_in(args):
+            index = self._index.get(storage_address(tensor))
+            return -1 if index is None else self.tape.storages[index].writer
+        return -1
+
+    def _current(self, index: int) -> Value:
+        """Returns a storage as it is now; an input's op is recorded at its first use."""
+        storage = self.tape.storages[index]
+        if storage.writer < 0 and storage.role is Role.INPUT:
+            storage.writer = len(self.tape.ops)
+            whole = Value(index, 0, ALL, storage.bytes)
+            forward = current_node() is None and self._loss_op < 0
+            phase = Phase.F if forward else Phase.B
+            kind = Kind(OpClass.INPUT, ())
+            self.tape.ops.append(TapeOp("input", kind, "", phase, "", (), (whole,), 0, 0, -1))
+        return Value(index, storage.version, ALL, storage.bytes)
+
+    def _add_storage(self, name: str, tensor: Tensor, role: Role) -> int:
+        memory = tensor.untyped_storage()
+        index = len(self.tape.storages)
+        self._alive.append(memory)
+        self._index[storage_address(tensor)] = index
+        self.tape.storages.append(Storage(name=name, bytes=memory.nbytes(), role=role))
+        return index
+
+    def _entering(self, name: str) -> Callable[[Any, Any], None]:
+        def hook(_module: Any, _args: Any) -> None:
+            self._path.append(name)
+
+        return hook
+
+    def _leaving(self, _module: Any, _args: Any, _output: Any) -> None:
+        self._path.pop()
+
+
+def _dense_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, what is expanded counted once."""
+    count = tensor.numel()
+    strides = tensor.stride()
+    if 0 in strides and count:
+        for size, stride in zip(tensor.shape, strides, strict=True):
+            count = count if stride else count // size
+    return count * tensor.element_size()
+
+
+def _region(tensor: Tensor, storage: Storage) -> tuple[int, int]:
+    """Returns which part of its storage a tensor is, and the bytes of the part.
+
+    Two shapes or axis orders of the same elements are the same part.
+    """
+    num_bytes = _dense_bytes(tensor)
+    if num_bytes >= storage.bytes:
+        return ALL, storage.bytes
+    axes: list[tuple[int, int]] = []  # (stride, size), widest first, neighbours joined
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
+        if size == 1 or stride == 0:
+            continue
+        if axes and axes[-1][0] == stride * size:
+            axes[-1] = (stride, axes[-1][1] * size)
+        else:
+            axes.append((stride, size))
+    key = (tensor.storage_offset() * tensor.element_size(), tensor.element_size(), *axes)
+    return storage.regions.setdefault(key, len(storage.regions)), num_bytes
+
+
+def _written(operator: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the arguments that an op writes."""
+    written = [
+        tensor
+        for position, name in operator.written
+        for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(name))
+    ]
+    if positions := _RUNNING_STATISTICS.get(operator.name):
+        *statistics, training = positions
+        if args[training]:
+            written += tensors_in([args[position] for position in statistics])
+    return written
+
+
+def _arithmetic_dtype(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> str:
+    """Returns the dtype an op calculates in: of its output, for a comparison of its input."""
+    tensors = [*outputs[:1], *inputs]
+    chosen = next((t for t in tensors if t.is_floating_point()), tensors[0])
+    return dtype_name(chosen.dtype)

@@ -1,0 +1,95 @@
+"""Two binary heaps on flat arrays: events by time, and the arrived ops of a device.
+
+Events of one time are all applied before anything starts, and what starts does not depend on the
+order in which they were applied, so events need no tie-break; arrived ops do.
+"""
+
+from simcore.kernel.compiled import compiled
+from simcore.kernel.records import Count, Scratch, Tables
+
+_HEAP = int(Count.HEAP)
+
+
+@compiled
+def push_event(s: Scratch, time: float, item: int) -> None:
+    """Adds an event."""
+    at = s.count[_HEAP]
+    s.count[_HEAP] = at + 1
+    while at > 0:
+        parent = (at - 1) >> 1
+        if s.heap[parent].time <= time:
+            break
+        s.heap[at].time = s.heap[parent].time
+        s.heap[at].item = s.heap[parent].item
+        at = parent
+    s.heap[at].time = time
+    s.heap[at].item = item
+
+
+@compiled
+def pop_event(s: Scratch) -> int:
+    """Removes an event of the earliest time and returns its item."""
+    top = s.heap[0].item
+    size = s.count[_HEAP] - 1
+    s.count[_HEAP] = size
+    time, item = s.heap[size].time, s.heap[size].item
+    at, child = 0, 1
+    while child < size:
+        if child + 1 < size and s.heap[child + 1].time < s.heap[child].time:
+            child += 1
+        if s.heap[child].time >= time:
+            break
+        s.heap[at].time = s.heap[child].time
+        s.heap[at].item = s.heap[child].item
+        at = child
+        child = 2 * at + 1
+    s.heap[at].time = time
+    s.heap[at].item = item
+    return top
+
+
+@compiled
+def _before(tables: Tables, s: Scratch, a: int, b: int) -> bool:
+    if tables.ops[a].priority != tables.ops[b].priority:
+        return tables.ops[a].priority < tables.ops[b].priority
+    if s.ops[a].arrival != s.ops[b].arrival:
+        return s.ops[a].arrival < s.ops[b].arrival
+    return a < b
+
+
+@compiled
+def push_ready(tables: Tables, s: Scratch, device: int, op: int) -> None:
+    """Adds an arrived op to its device's heap, ordered by (priority, arrival, op)."""
+    base = s.devices[device].slot
+    at = s.devices[device].num_ready
+    s.devices[device].num_ready = at + 1
+    while at > 0:
+        parent = (at - 1) >> 1
+        if _before(tables, s, s.ops[base + parent].ready, op):
+            break
+        s.ops[base + at].ready = s.ops[base + parent].ready
+        at = parent
+    s.ops[base + at].ready = op
+
+
+@compiled
+def pop_ready(tables: Tables, s: Scratch, device: int) -> int:
+    """Removes the first of a device's arrived ops."""
+    base = s.devices[device].slot
+    top = s.ops[base].ready
+    size = s.devices[device].num_ready - 1
+    s.devices[device].num_ready = size
+    op = s.ops[base + size].ready
+    at, child = 0, 1
+    while child < size:
+        if child + 1 < size and _before(
+            tables, s, s.ops[base + child + 1].ready, s.ops[base + child].ready
+        ):
+            child += 1
+        if not _before(tables, s, s.ops[base + child].ready, op):
+            break
+        s.ops[base + at].ready = s.ops[base + child].ready
+        at = child
+        child = 2 * at + 1
+    s.ops[base + at].ready = op
+    return top

@@ -1,0 +1,236 @@
+"""What the kernel reads and writes: a few arrays of records, and the enums in them.
+
+Axes: op, dev, tensor, use (op reads tensor), touch (op reads or writes a storage), pair (source *
+num_dev + target), hop (a channel of a route), transfer (one tensor to one device), resource (a
+channel, or a device's out-engine), node (a transfer's place in one resource's queue), plan.
+
+The records are few and wide on purpose: every array passed to a compiled function costs compile
+time and reference counting, a field of a record costs neither.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+
+
+class Order(IntEnum):
+    """Which arrived op an idle device starts."""
+
+    PROGRAM = 0
+    READY = 1
+
+
+class Host(IntEnum):
+    """Who issues the ops."""
+
+    ONE = 0
+    PER_RANK = 1
+
+
+class Contention(IntEnum):
+    """What a transfer holds while it runs."""
+
+    NONE = 0
+    PORT = 1
+    FIFO = 2
+
+
+class Status(IntEnum):
+    """What became of a plan."""
+
+    OK = 0
+    OUT_OF_MEMORY = 1
+    ILLEGAL_DEVICE = 2
+    SPLIT_UNIT = 3
+    UNREACHABLE = 4
+    DEADLOCK = 5
+
+
+class Kind(IntEnum):
+    """Kinds of events; the low bits of an event's item."""
+
+    COMPUTE_END = 0
+    TRANSFER_END = 1
+    LATENCY_OVER = 2
+    ISSUE = 3
+
+
+class Count(IntEnum):
+    """Cells of Scratch.count."""
+
+    HEAP = 0
+    DIRTY = 1
+    OFFERS = 2
+    TRANSFERS = 3
+    FINISHED = 4
+    SIZE = 5
+
+
+class Mode(NamedTuple):
+    """How plans are simulated."""
+
+    order: int  # Order
+    host: int  # Host
+    contention: int  # Contention
+
+
+COST = np.dtype(
+    [
+        ("duration", np.float64),  # s, inf = cannot run there
+        ("launch", np.float64),  # s of host time to issue it
+        ("sync", np.int64),  # 1 = the host waits for its end
+    ]
+)
+OP = np.dtype(
+    [
+        ("first_output", np.int64),  # tensor id; outputs end where the next op's begin
+        ("workspace", np.int64),  # bytes
+        ("resident", np.int64),  # bytes held for the whole step, optimizer state included
+        ("priority", np.int64),  # least first
+        ("unit", np.int64),
+    ]
+)
+TENSOR = np.dtype(
+    [
+        ("size", np.int64),  # bytes
+        ("first_consumer", np.int64),  # offset into consumers
+    ]
+)
+TOUCH = np.dtype([("op", np.int64), ("size", np.int64)])  # size in bytes
+PAIR = np.dtype(
+    [
+        ("bandwidth", np.float64),  # B/s of the route's narrowest channel
+        ("latency", np.float64),  # s, summed over the route
+        ("first_hop", np.int64),  # offset into hops
+        ("reachable", np.int64),  # 1 = there is a route
+    ]
+)
+
+
+class Tables(NamedTuple):
+    """One lowered problem: everything that does not depend on the placement."""
+
+    cost: np.ndarray  # COST [op, dev]
+    ops: np.ndarray  # OP [op + 1]
+    tensors: np.ndarray  # TENSOR [tensor + 1]
+    consumers: NDArray[np.int64]  # [use] ops, ascending within a tensor
+    first_touch: NDArray[np.int64]  # [storage + 1] offsets into touches; none if persistent
+    touches: np.ndarray  # TOUCH [touch] ops ascending within a storage, bytes of the tensor touched
+    first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per persistent storage
+    holders: NDArray[np.int64]  # [...] ops that need the storage on their device
+    held_bytes: NDArray[np.int64]  # [held] bytes
+    pairs: np.ndarray  # PAIR [pair + 1]
+    hops: NDArray[np.int64]  # [hop] channel ids
+    num_units: int
+    num_channels: int
+    max_resources: int  # longest route + 1
+
+
+OP_STATE = np.dtype(
+    [
+        ("start", np.float64),  # s
+        ("end", np.float64),  # s
+        ("issue", np.float64),  # s, inf = not known yet
+        ("arrival", np.float64),  # s, under ready order
+        ("allocate", np.int64),  # bytes allocated just before it
+        ("release", np.int64),  # bytes freed just after it
+        ("first_transfer", np.int64),  # transfer ids by producer
+        ("device", np.int64),
+        ("pending", np.int64),  # inputs that are still awaited
+        ("next_op", np.int64),  # next op in program order on the same device
+        ("executed", np.int64),  # slot: ops per device in the order of their start
+        ("ready", np.int64),  # slot: one heap of arrived ops per device
+    ]
+)
+DEVICE_STATE = np.dtype(
+    [
+        ("slot", np.int64),  # where its part of the slots begins; its ops end at the next one's
+        ("current", np.int64),  # bytes
+        ("peak", np.int64),  # bytes
+        ("largest", np.int64),  # bytes of the storage at hand
+        ("stamp", np.int64),  # last tensor or storage seen here
+        ("first_touch", np.int64),  # op
+        ("last_touch", np.int64),  # op
+        ("head", np.int64),  # next op in program order
+        ("running", np.int64),  # op or NONE
+        ("woken", np.int64),  # op that a wake-up is scheduled for
+        ("num_executed", np.int64),
+        ("num_ready", np.int64),
+        ("host_op", np.int64),  # next op its host issues
+        ("host_waits", np.int64),  # sync op its host waits for
+        ("listed", np.int64),  # stack of devices to look at in this round
+        ("is_dirty", np.int64),  # 1 = it is on the stack
+    ]
+)
+TRANSFER_STATE = np.dtype(
+    [
+        ("request", np.float64),  # s
+        ("start", np.float64),  # s, inf = not started
+        ("end", np.float64),  # s
+        ("tensor", np.int64),
+        ("source", np.int64),
+        ("target", np.int64),
+        ("num_heads", np.int64),  # resources in whose queue it is first
+        ("latency_over", np.int64),  # 1 = it has waited its latency
+    ]
+)
+NODE = np.dtype([("next", np.int64), ("prev", np.int64)])
+QUEUE = np.dtype([("head", np.int64), ("tail", np.int64)])
+EVENT = np.dtype([("time", np.float64), ("item", np.int64)])  # item = id * 4 + Kind
+
+
+class Scratch(NamedTuple):
+    """Working memory of one thread, reused for every plan; after a run, the trace of the last."""
+
+    ops: np.ndarray  # OP_STATE [op + 1]
+    devices: np.ndarray  # DEVICE_STATE [dev + 1]
+    transfers: np.ndarray  # TRANSFER_STATE [transfer]
+    nodes: np.ndarray  # NODE [transfer * max_resources]
+    queues: np.ndarray  # QUEUE [resource]
+    heap: np.ndarray  # EVENT [event]
+    offers: NDArray[np.int64]  # stack of transfers that may start in this round
+    unit_device: NDArray[np.int64]  # [unit]
+    count: NDArray[np.int64]  # [Count]
+
+
+class Outcome(NamedTuple):
+    """Results of a batch of plans."""
+
+    step_time: NDArray[np.float64]  # [plan] s, inf if illegal
+    allocated: NDArray[np.int64]  # [plan, dev] peak bytes
+    used: NDArray[np.bool_]  # [plan, dev] whether it runs any op
+    status: NDArray[np.uint8]  # [plan] Status
+    culprit: NDArray[np.int32]  # [plan] the op that broke a rule, NONE
+
+
+def make_outcome(num_plans: int, num_devices: int) -> Outcome:
+    """Allocates the results of a batch."""
+    return Outcome(
+        step_time=np.full(num_plans, np.inf),
+        allocated=np.zeros((num_plans, num_devices), np.int64),
+        used=np.zeros((num_plans, num_devices), np.bool_),
+        status=np.zeros(num_plans, np.uint8),
+        culprit=np.full(num_plans, NONE, np.int32),
+    )
+
+
+def make_scratch(tables: Tables) -> Scratch:
+    """Allocates working memory for one thread."""
+    num_ops, num_devices = tables.cost.shape
+    produced = tables.tensors["first_consumer"][tables.ops["first_output"][0] :]
+    transfers = int(np.minimum(np.diff(produced), num_devices - 1).sum()) + 1
+    return Scratch(
+        ops=np.zeros(num_ops + 1, OP_STATE),
+        devices=np.zeros(num_devices + 1, DEVICE_STATE),
+        transfers=np.zeros(transfers, TRANSFER_STATE),
+        nodes=np.zeros(transfers * tables.max_resources, NODE),
+        queues=np.zeros(tables.num_channels + num_devices, QUEUE),
+        heap=np.zeros(num_ops + transfers + 2 * num_devices, EVENT),
+        offers=np.zeros(transfers * (tables.max_resources + 1), np.int64),
+        unit_device=np.zeros(tables.num_units, np.int64),
+        count=np.zeros(int(Count.SIZE), np.int64),
+    )

@@ -1,0 +1,195 @@
+"""Names to arrays: the only place where a graph, a cluster and a job become integers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.cluster import Cluster
+from simcore.cost import CostTable, cost_table
+from simcore.errors import PlanError
+from simcore.graph import OpGraph, Sized
+from simcore.job import Job
+from simcore.kernel import COST, OP, PAIR, TENSOR, TOUCH, Contention, Host, Mode, Order, Tables
+from simcore.plan import Settings
+from simcore.profile import load_profile
+
+MAX_DEVICES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """One graph, cluster and job made ready for the kernel; placements of it run in batches."""
+
+    graph: OpGraph
+    cluster: Cluster
+    job: Job
+    settings: Settings
+    cost: CostTable
+    batch: int | None  # samples each copy of the model sees
+    tables: Tables
+    mode: Mode
+    capacity: NDArray[np.int64]  # [dev] bytes that reserved memory may reach
+    fragmentation: NDArray[np.float64]  # [dev] reserved = allocated * (1 + fragmentation) + context
+    context: NDArray[np.int64]  # [dev] bytes
+
+    @classmethod
+    def build(  # noqa: PLR0913 - what a problem consists of
+        cls,
+        graph: OpGraph,
+        cluster: Cluster,
+        job: Job,
+        settings: Settings = Settings(),
+        *,
+        cost: CostTable | None = None,
+        copies: int = 1,
+        reserve_memory: int = 0,
+        priorities: Sequence[int] = (),
+    ) -> "Problem":
+        """Lowers a problem.
+
+        Args:
+            graph: the graph.
+            cluster: the cluster.
+            job: the job.
+            settings: how plans are simulated.
+            cost: seconds per op and device kind; None = from the hardware profiles.
+            copies: data-parallel copies of the model; each sees batch / copies samples.
+            reserve_memory: bytes to leave free on every GPU.
+            priorities: one number per op, least first, used under ``ready`` order.
+
+        Raises:
+            PlanError: the batch does not divide by the copies.
+        """
+        batch = _batch_per_copy(graph, job, copies)
+        kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+        if cost is None:
+            cost = cost_table(graph, job, kinds, (batch,))
+        profiles = [load_profile(device.kind) for device in cluster.devices]
+        kind = [cost.kinds.index(device.kind) for device in cluster.devices]
+        synchronous = np.array([profile.synchronous for profile in profiles], np.bool_)
+        sized = graph.at_batch(batch)
+        costs = np.zeros((graph.num_ops, len(kind)), COST)
+        costs["duration"] = cost.seconds[:, kind, cost.batches.index(batch)]
+        if settings.launch == "eager":
+            costs["launch"] = cost.launch[:, kind]
+        costs["sync"] = graph.sync[:, None] | synchronous
+        tables = _tables(graph, cluster, sized, costs)
+        tables.ops["resident"][:-1] += graph.elements * job.state_bytes_per_element()
+        tables.ops["priority"][:-1] = priorities or 0
+        is_cpu = np.array([profile.is_cpu for profile in profiles])
+        memory = np.array([device.memory for device in cluster.devices], np.int64)
+        return cls(
+            graph=graph,
+            cluster=cluster,
+            job=job,
+            settings=settings,
+            cost=cost,
+            batch=batch,
+            tables=tables,
+            mode=Mode(
+                int(Order[settings.order.upper()]),
+                int(Host[settings.host.upper()]),
+                int(Contention[settings.contention.upper()]),
+            ),
+            capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
+            fragmentation=np.array([profile.fragmentation for profile in profiles]),
+            context=np.array([profile.context for profile in profiles], np.int64),
+        )
+
+    @property
+    def supported(self) -> NDArray[np.bool_]:
+        """Whether a unit can run on a device, [unit, dev]."""
+        supported = np.ones((self.graph.num_units, len(self.cluster.devices)), np.bool_)
+        np.logical_and.at(supported, self.graph.unit, np.isfinite(self.tables.cost["duration"]))
+        return supported
+
+    def expand(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:
+        """Turns device indices per unit, [..., unit], into device indices per op, [..., op]."""
+        return np.ascontiguousarray(unit_placements[..., self.graph.unit], dtype=np.int32)
+
+
+def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
+    if copies == 1:
+        return job.batch
+    if graph.fixed is not None and not job.assume_linear:
+        raise PlanError(
+            f"{graph.name}: measured at one batch, so its times at a smaller one are unknown "
+            "(--assume-linear scales them)"
+        )
+    if job.batch is None:
+        raise PlanError(f"{graph.name}: the batch is unknown, so it cannot be divided (--batch)")
+    if job.batch % copies:
+        raise PlanError(f"a batch of {job.batch} does not divide by {copies} copies")
+    return job.batch // copies
+
+
+def _tables(
+    graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.void]
+) -> Tables:
+    """Returns the kernel's tables; optimizer state and priorities are still missing."""
+    num_devices = len(cluster.devices)
+    if num_devices > MAX_DEVICES:
+        raise PlanError(f"{cluster.name}: {num_devices} devices, at most {MAX_DEVICES}")
+    ops = np.zeros(graph.num_ops + 1, OP)
+    ops["first_output"] = graph.first_output
+    for key in ("workspace", "resident"):
+        ops[key][:-1] = getattr(sized, key)
+    ops["unit"][:-1] = graph.unit
+    tensors = np.zeros(graph.num_tensors + 1, TENSOR)
+    tensors["size"][:-1] = sized.tensor_bytes
+    tensors["first_consumer"] = graph.first_consumer
+    pairs = np.zeros(num_devices**2 + 1, PAIR)
+    pairs["first_hop"] = cluster.first_hop
+    pairs["bandwidth"][:-1] = cluster.route_bandwidth.ravel()
+    pairs["latency"][:-1] = cluster.route_latency.ravel()
+    pairs["reachable"][:-1] = cluster.reachable.ravel()
+    first_touch, touches = _touches(graph, sized)
+    first_holder, holders, held_bytes = _holders(graph, sized)
+    return Tables(
+        cost=costs,
+        ops=ops,
+        tensors=tensors,
+        consumers=graph.consumers.astype(np.int64),
+        first_touch=first_touch,
+        touches=touches,
+        first_holder=first_holder,
+        holders=holders,
+        held_bytes=held_bytes,
+        pairs=pairs,
+        hops=cluster.hops.astype(np.int64),
+        num_units=graph.num_units,
+        num_channels=len(cluster.channels),
+        max_resources=int(np.diff(cluster.first_hop).max(initial=0)) + 1,
+    )
+
+
+def _touches(graph: OpGraph, sized: Sized) -> tuple[NDArray[np.int64], NDArray[np.void]]:
+    """Returns which ops read or write each storage that is not persistent, in program order."""
+    reads = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
+    written = np.flatnonzero(graph.tensor_producer >= 0)
+    tensor = np.concatenate([reads, written])
+    op = np.concatenate([graph.consumers, graph.tensor_producer[written]])
+    storage = graph.tensor_storage[tensor]
+    kept = ~graph.persistent_storage[storage]
+    tensor, op, storage = tensor[kept], op[kept], storage[kept]
+    order = np.lexsort((op, storage))
+    first = np.searchsorted(storage[order], np.arange(graph.num_storages + 1)).astype(np.int64)
+    touches = np.zeros(len(order), TOUCH)
+    touches["op"] = op[order]
+    touches["size"] = sized.tensor_bytes[tensor[order]]
+    return first, touches
+
+
+def _holders(
+    graph: OpGraph, sized: Sized
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the ops that need each parameter or buffer on their device."""
+    tensor = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
+    kept = graph.tensor_producer[tensor] < 0
+    storage, op = graph.tensor_storage[tensor[kept]], graph.consumers[kept]
+    order = np.argsort(storage, kind="stable")
+    held = np.flatnonzero(graph.persistent_storage)
+    first = np.searchsorted(storage[order], np.append(held, graph.num_storages)).astype(np.int64)
+    return first, op[order].astype(np.int64), sized.storage_bytes[held]

@@ -1,0 +1,278 @@
+"""The plan: everything that is decided, in one schema, checked against its graph, job and cluster."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.cluster import Cluster
+from simcore.errors import PlanError
+from simcore.graph import OpGraph
+from simcore.job import Job
+
+FORMAT = "placewright-plan/1"
+MAX_FILE_BYTES = 2**30
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a plan is simulated; kept in the plan file.
+
+    Attributes:
+        order: ``program`` (a CUDA stream) or ``ready`` (a dataflow executor).
+        host: ``one`` process drives all devices, or one ``per_rank``.
+        launch: ``eager`` pays the launch overhead per kernel, ``graph`` does not.
+        p2p: ``copy``: transfers run on a side stream.
+        contention: ``none``, ``port`` or ``fifo``.
+        granularity: ``op``: everything op by op.
+    """
+
+    order: Literal["program", "ready"] = "program"
+    host: Literal["one", "per_rank"] = "one"
+    launch: Literal["eager", "graph"] = "eager"
+    p2p: Literal["copy"] = "copy"
+    contention: Literal["none", "port", "fifo"] = "fifo"
+    granularity: Literal["op"] = "op"
+
+
+class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan belongs to: a name for people, a hash that decides, a source to find it again."""
+
+    name: str
+    hash: str
+    source: str = ""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ops that one ordered device list executes; in this version a stage holds all ops.
+
+    Attributes:
+        devices: device names, in order.
+        mesh: named axes over the list, for example ``{"dp": 4}``; excludes a placement.
+        placement: placement unit (its first op's name) -> device name.
+    """
+
+    devices: tuple[str, ...]
+    name: str = "stage0"
+    mesh: dict[str, int] | None = None
+    placement: dict[str, str] | None = None
+
+
+class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the user asked for."""
+
+    pins: dict[str, str] = {}
+    exclude: tuple[str, ...] = ()
+    reserve_memory_bytes: int = 0
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the simulator said when the plan was made."""
+
+    step_time_s: float
+    throughput_samples_per_s: float | None
+    peak_memory_bytes: dict[str, int]
+    lower_bound_s: float
+    simulator: str
+    profiles: dict[str, str] = {}  # device kind -> hash of its hardware profile
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who found the plan, and with what effort."""
+
+    strategy: str
+    seed: int
+    evaluations: int
+    seconds: float
+    budget_s: float | None = None
+    baselines: dict[str, float | None] = {}  # step time in s, None = could not run
+    baseline_notes: dict[str, str] = {}
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan and where it belongs."""
+
+    graph: Ref
+    job: Job
+    cluster: Ref
+    stages: tuple[Stage, ...]
+    format: str = FORMAT
+    job_name: str = ""
+    microbatches: int = 1
+    schedule: str = "none"
+    priorities: tuple[int, ...] = ()
+    settings: Settings = Settings()
+    constraints: Constraints = Constraints()
+    predicted: Predicted | None = None
+    provenance: Provenance | None = None
+    semantics: tuple[str, ...] = ()
+
+    @classmethod
+    def from_placement(
+        cls,
+        graph: OpGraph,
+        cluster: Cluster,
+        job: Job,
+        unit_devices: NDArray[np.integer] | Sequence[int],
+        *,
+        settings: Settings = Settings(),
+    ) -> "Plan":
+        """Returns the plan of one stage with an op -> device map.
+
+        Args:
+            graph: the graph.
+            cluster: the cluster.
+            job: the job.
+            unit_devices: device index of each placement unit, [unit].
+            settings: how it is to be simulated.
+        """
+        names = [device.name for device in cluster.devices]
+        if len(unit_devices) != graph.num_units:
+            raise PlanError(
+                f"placement of {len(unit_devices)} units for a graph of {graph.num_units} units"
+            )
+        for unit, device in enumerate(unit_devices):
+            if not 0 <= device < len(names):
+                raise PlanError(
+                    f"placement: unit {graph.unit_names[unit]!r}: no device number {device}"
+                )
+        placement = {
+            unit: names[device]
+            for unit, device in zip(graph.unit_names, unit_devices, strict=True)
+        }
+        used = set(placement.values())
+        devices = tuple(name for name in names if name in used)
+        stage = Stage(devices=devices, placement=placement)
+        return cls._of(graph, cluster, job, stage, settings)
+
+    @classmethod
+    def data_parallel(
+        cls,
+        graph: OpGraph,
+        cluster: Cluster,
+        job: Job,
+        devices: Sequence[str],
+        *,
+        settings: Settings = Settings(host="per_rank"),
+    ) -> "Plan":
+        """Returns the plan that gives each device a copy of the model and a slice of the batch."""
+        stage = Stage(devices=tuple(devices), mesh={"dp": len(devices)})
+        return cls._of(graph, cluster, job, stage, settings)
+
+    @classmethod
+    def _of(
+        cls, graph: OpGraph, cluster: Cluster, job: Job, stage: Stage, settings: Settings
+    ) -> "Plan":
+        return cls(
+            graph=Ref(name=graph.name, hash=graph.content_hash()),
+            cluster=Ref(name=cluster.name, hash=cluster.content_hash()),
+            job=job,
+            stages=(stage,),
+            settings=settings,
+        )
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """Number of data-parallel copies, 1 where the plan is a placement."""
+        return (self.stages[0].mesh or {}).get("dp", 1)
+
+    def validate(self, graph: OpGraph, cluster: Cluster, job: Job) -> list[str]:
+        """Returns every violation, by op and device; an empty list is a valid plan."""
+        found = []
+        for what, name, mine, other in (
+            ("graph", self.graph.name, self.graph.hash, graph.content_hash()),
+            ("cluster", self.cluster.name, self.cluster.hash, cluster.content_hash()),
+            ("job", self.job_name or "job", self.job.content_hash(), job.content_hash()),
+        ):
+            if mine != other:
+                found.append(f"plan is for {what} {name!r} ({mine}), not for this one ({other})")
+        if len(self.stages) != 1:
+            found.append(f"plan has {len(self.stages)} stages; this version runs one")
+            return found
+        for field, value, only in (
+            ("microbatches", self.microbatches, 1),
+            ("schedule", self.schedule, "none"),
+            ("semantics", self.semantics, ()),
+        ):
+            if value != only:
+                found.append(f"plan has {field} {value!r}; this version runs {only!r} only")
+        if self.priorities and len(self.priorities) != graph.num_ops:
+            found.append(f"plan has {len(self.priorities)} priorities for {graph.num_ops} ops")
+        return found + self._validate_stage(graph, cluster)
+
+    def _validate_stage(self, graph: OpGraph, cluster: Cluster) -> list[str]:
+        stage = self.stages[0]
+        names = {device.name for device in cluster.devices}
+        found = [
+            f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names
+        ]
+        if len(set(stage.devices)) != len(stage.devices):
+            found.append(f"stage {stage.name!r}: a device is listed twice")
+        if (stage.mesh is None) == (stage.placement is None):
+            found.append(f"stage {stage.name!r}: needs either a mesh or a placement")
+        if stage.mesh is not None and stage.mesh != {"dp": len(stage.devices)}:
+            found.append(
+                f"stage {stage.name!r}: mesh {stage.mesh} does not cover its "
+                f"{len(stage.devices)} devices by the axis 'dp'"
+            )
+        if stage.placement is not None:
+            found += _validate_placement(stage.placement, graph, set(stage.devices))
+        return found
+
+    def unit_devices(self, graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:
+        """Returns the device index of each placement unit, int32 [unit], of a valid placement."""
+        placement = self.stages[0].placement
+        if placement is None:
+            raise PlanError("plan has a mesh, not a placement")
+        index = {device.name: number for number, device in enumerate(cluster.devices)}
+        return np.array([index[placement[unit]] for unit in graph.unit_names], np.int32)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan file; an interrupted write leaves the old file as it was."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        try:
+            temporary.write_bytes(text + b"\n")
+            temporary.replace(target)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise PlanError(f"{target}: cannot write the plan: {error.strerror}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan file.
+
+        Raises:
+            PlanError: the file is missing, truncated, too large, or not a plan of this format.
+        """
+        try:
+            if os.stat(path).st_size > MAX_FILE_BYTES:
+                raise PlanError(f"{path}: larger than 1 GiB, not a plan")
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"{path}: cannot read the plan: {error.strerror}") from None
+        try:
+            plan = msgspec.json.decode(data, type=Plan)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PlanError(f"{path}: not a plan file: {error}") from None
+        if plan.format != FORMAT:
+            raise PlanError(f"{path}: format {plan.format!r}, expected {FORMAT!r}")
+        return plan
+
+
+def _validate_placement(
+    placement: Mapping[str, str], graph: OpGraph, devices: set[str]
+) -> list[str]:
+    units = set(graph.unit_names)
+    found = [f"placement: no op {op!r} in the graph" for op in placement if op not in units]
+    found += [f"placement: op {op!r} has no device" for op in units if op not in placement]
+    found += [
+        f"placement: op {op!r} is on {device!r}, which the stage does not list"
+        for op, device in placement.items()
+        if device not in devices
+    ]
+    return sorted(found)

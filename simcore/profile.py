@@ -1,0 +1,297 @@
+"""Hardware profiles: JSON files with provenance -> rates in SI units; each file is read here only.
+
+Rules that the numbers do not say by themselves:
+
+- A dtype without a peak of its own (bf16 on a V100, integers) runs at the fp32 peak.
+- fp32 convolutions and recurrent layers use TF32 where the device has it, fp32 matrix products do
+  not: PyTorch's defaults (``cudnn.allow_tf32`` is true, ``cuda.matmul.allow_tf32`` is false).
+- An op class without an entry, or an entry without the dtype, takes the efficiency of ``default``.
+"""
+
+import difflib
+import functools
+import math
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from simcore.errors import ProfileError
+from simcore.signature import CLASS_NAMES
+from simcore.units import GB, TERA, US, GiB, MiB
+
+FOLDER = Path(__file__).parent / "profiles"
+DEFAULT_CLASS = "default"
+DEFAULT_RELATIVE_ERROR = 0.3  # of a rate whose source states none
+_TF32_CLASSES = frozenset({"convolution", "rnn"})  # cuDNN's, where PyTorch allows TF32
+
+T = TypeVar("T")
+
+
+class Tagged(msgspec.Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
+    """A value and where it comes from.
+
+    Attributes:
+        value: the value, in the unit of its key.
+        tag: ``spec`` (vendor's sheet), ``borrowed`` (someone's measurement or estimate) or
+            ``fitted`` (from measurement records).
+        source: who says so.
+        date: when, as ``YYYY`` or ``YYYY-MM`` or ``YYYY-MM-DD``.
+        relative_error: standard error divided by the value; None = not stated.
+        num_samples: measurements behind a fitted value.
+        software: versions it holds for.
+    """
+
+    value: T
+    tag: Literal["spec", "borrowed", "fitted"]
+    source: str
+    date: str
+    relative_error: float | None = None
+    num_samples: int | None = None
+    software: str | None = None
+
+
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fraction of the published peaks that an op class reaches, each in (0, 1]."""
+
+    memory: float  # of the memory bandwidth
+    compute: dict[str, float] = {}  # dtype -> fraction of its peak
+
+
+class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device kind can do. Fields as in the file (with provenance); properties in SI units.
+
+    Attributes:
+        kind: the name that cluster files use.
+        is_cpu: a host processor; ops of a fixed graph without CPU times cannot run on it.
+        synchronous: the host itself executes the ops and waits for each.
+        memory_GiB: what an allocator can get, not what the sheet says.
+        peak_TFLOPS: dtype -> dense peak.
+        efficiency: op class (or ``default``) -> fractions reached.
+        launch_overhead_us: host time to issue one kernel from eager PyTorch.
+        context_MiB: taken once a process uses the device.
+        tagged_fragmentation: key ``fragmentation``; reserved / allocated - 1 of the allocator.
+    """
+
+    format: Literal["placewright-device-profile/1"]
+    kind: str
+    description: str
+    is_cpu: bool
+    synchronous: bool
+    memory_GiB: Tagged[float]
+    peak_TFLOPS: Tagged[dict[str, float]]
+    memory_bandwidth_GBps: Tagged[float]
+    launch_overhead_us: Tagged[float]
+    context_MiB: Tagged[float]
+    tagged_fragmentation: Tagged[float] = msgspec.field(name="fragmentation")
+    efficiency: dict[str, Tagged[Efficiency]]
+
+    @property
+    def memory(self) -> int:
+        """Capacity, bytes."""
+        return round(self.memory_GiB.value * GiB)
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Published memory bandwidth, bytes/s."""
+        return self.memory_bandwidth_GBps.value * GB
+
+    @property
+    def launch_overhead(self) -> float:
+        """Host time per kernel, s."""
+        return self.launch_overhead_us.value * US
+
+    @property
+    def context(self) -> int:
+        """Memory that a process takes by using the device, bytes."""
+        return round(self.context_MiB.value * MiB)
+
+    @property
+    def fragmentation(self) -> float:
+        """Reserved / allocated - 1 of the caching allocator."""
+        return self.tagged_fragmentation.value
+
+    def peak(self, dtype: str) -> float:
+        """Returns the published FLOP/s of a dtype; a dtype without one has the fp32 peak."""
+        peaks = self.peak_TFLOPS.value
+        return peaks.get(dtype, peaks["fp32"]) * TERA
+
+    def arithmetic(self, op_class: str, dtype: str) -> str:
+        """Returns the dtype an op really computes in: see the rules at the top of this file."""
+        peaks = self.peak_TFLOPS.value
+        if dtype == "fp32" and op_class in _TF32_CLASSES and "tf32" in peaks:
+            return "tf32"
+        return dtype if dtype in peaks else "fp32"
+
+    def flop_rate(self, op_class: str, dtype: str) -> float:
+        """Returns the achievable FLOP/s of an op class in a dtype."""
+        used = self.arithmetic(op_class, dtype)
+        default = self.efficiency[DEFAULT_CLASS].value.compute[used]
+        return self.peak(used) * self._efficiency(op_class).value.compute.get(used, default)
+
+    def byte_rate(self, op_class: str) -> float:
+        """Returns the achievable memory bytes/s of an op class."""
+        return self.memory_bandwidth * self._efficiency(op_class).value.memory
+
+    def relative_error(self, op_class: str) -> float:
+        """Returns the relative standard error of the rates of an op class."""
+        stated = self._efficiency(op_class).relative_error
+        return DEFAULT_RELATIVE_ERROR if stated is None else stated
+
+    def _efficiency(self, op_class: str) -> Tagged[Efficiency]:
+        return self.efficiency.get(op_class, self.efficiency[DEFAULT_CLASS])
+
+
+class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one link of a kind carries. Fields as in the file; properties in SI units.
+
+    Attributes:
+        kind: the name that cluster files use.
+        bandwidth_GBps: achievable in one direction, not nominal.
+        latency_us: of one hop.
+    """
+
+    format: Literal["placewright-link-profile/1"]
+    kind: str
+    description: str
+    bandwidth_GBps: Tagged[float]
+    latency_us: Tagged[float]
+
+    @property
+    def bandwidth(self) -> float:
+        """Achievable bandwidth of one direction, bytes/s."""
+        return self.bandwidth_GBps.value * GB
+
+    @property
+    def latency(self) -> float:
+        """Latency of one hop, s."""
+        return self.latency_us.value * US
+
+
+def device_kinds() -> list[str]:
+    """Returns the device kinds that have a profile, sorted."""
+    return sorted(path.stem for path in (FOLDER / "devices").glob("*.json"))
+
+
+def link_kinds() -> list[str]:
+    """Returns the link kinds that have a profile, sorted."""
+    return sorted(path.stem for path in (FOLDER / "links").glob("*.json"))
+
+
+@functools.cache
+def load_profile(kind: str) -> HardwareProfile:
+    """Returns the profile of a device kind.
+
+    Raises:
+        ProfileError: no such kind (the message lists them), or a malformed file.
+    """
+    if kind not in device_kinds():
+        raise ProfileError(_unknown("device", kind, device_kinds()))
+    path = FOLDER / "devices" / f"{kind}.json"
+    return parse_profile(path.read_bytes(), path.name)
+
+
+@functools.cache
+def load_link(kind: str) -> LinkProfile:
+    """Returns the profile of a link kind.
+
+    Raises:
+        ProfileError: no such kind (the message lists them), or a malformed file.
+    """
+    if kind not in link_kinds():
+        raise ProfileError(_unknown("link", kind, link_kinds()))
+    path = FOLDER / "links" / f"{kind}.json"
+    return parse_link(path.read_bytes(), path.name)
+
+
+def parse_profile(text: bytes, source: str) -> HardwareProfile:
+    """Returns a checked device profile from the content of its file.
+
+    Args:
+        text: JSON.
+        source: file name, for messages; its stem must be the kind.
+
+    Raises:
+        ProfileError: naming the file, the key and the reason.
+    """
+    try:
+        profile = msgspec.json.decode(text, type=HardwareProfile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{source}: {error}") from None
+    _check_kind(profile.kind, source)
+    peaks = profile.peak_TFLOPS.value
+    positive = {
+        "memory_GiB": profile.memory_GiB.value,
+        "memory_bandwidth_GBps": profile.memory_bandwidth_GBps.value,
+    } | {f"peak_TFLOPS.{dtype}": value for dtype, value in peaks.items()}
+    for key, value in positive.items():
+        _check(value > 0 and math.isfinite(value), f"{source}: {key} must be positive, not {value}")
+    not_negative = {
+        "launch_overhead_us": profile.launch_overhead_us.value,
+        "context_MiB": profile.context_MiB.value,
+        "fragmentation": profile.fragmentation,
+    }
+    for key, value in not_negative.items():
+        _check(0 <= value < math.inf, f"{source}: {key} must not be negative, but is {value}")
+    _check("fp32" in peaks, f"{source}: peak_TFLOPS needs fp32, the peak of dtypes without one")
+    _check_efficiency(profile, source)
+    return profile
+
+
+def parse_link(text: bytes, source: str) -> LinkProfile:
+    """Returns a checked link profile from the content of its file.
+
+    Args:
+        text: JSON.
+        source: file name, for messages; its stem must be the kind.
+
+    Raises:
+        ProfileError: naming the file, the key and the reason.
+    """
+    try:
+        profile = msgspec.json.decode(text, type=LinkProfile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{source}: {error}") from None
+    _check_kind(profile.kind, source)
+    bandwidth, latency = profile.bandwidth_GBps.value, profile.latency_us.value
+    _check(0 < bandwidth < math.inf, f"{source}: bandwidth_GBps must be positive, not {bandwidth}")
+    _check(0 <= latency < math.inf, f"{source}: latency_us must not be negative, but is {latency}")
+    return profile
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """Returns " (did you mean 'x'?)" where a known name is close, else nothing."""
+    folded = {candidate.casefold(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f" (did you mean {folded[close[0]]!r}?)" if close else ""
+
+
+def _check_efficiency(profile: HardwareProfile, source: str) -> None:
+    """Refuses unknown classes and dtypes, fractions outside (0, 1], and an incomplete default."""
+    peaks = profile.peak_TFLOPS.value
+    known = {*CLASS_NAMES, DEFAULT_CLASS}
+    for op_class, tagged in profile.efficiency.items():
+        where = f"{source}: efficiency.{op_class}"
+        _check(op_class in known, f"{where}: unknown op class")
+        for key, value in {"memory": tagged.value.memory, **tagged.value.compute}.items():
+            _check(key == "memory" or key in peaks, f"{where}: peak_TFLOPS has no {key}")
+            _check(0 < value <= 1, f"{where}.{key} must be above 0 and at most 1, not {value}")
+    default = profile.efficiency.get(DEFAULT_CLASS)
+    missing = set(peaks) - set(default.value.compute if default else ())
+    _check(
+        default is not None and not missing,
+        f"{source}: efficiency.{DEFAULT_CLASS}.compute must give every dtype of peak_TFLOPS",
+    )
+
+
+def _check_kind(kind: str, source: str) -> None:
+    _check(f"{kind}.json" == source, f"{source}: kind is {kind!r}; it must be the file's name")
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ProfileError(message)
+
+
+def _unknown(what: str, kind: str, known: list[str]) -> str:
+    return f"unknown {what} kind {kind!r}{suggestion(kind, known)}; known: {', '.join(known)}"
