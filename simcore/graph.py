@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.errors import GraphError
+from simcore.parts import MAX_BYTES, OpPart, Out, TensorPart, affine_bytes
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
 from simcore.topology import topological_order, unique_names
 
 __all__ = ["FixedCosts", "GraphBuilder", "OpClass", "OpGraph", "Out", "Phase", "Role", "Sized"]
 
-MAX_BYTES = 2**60  # of one tensor
 MAX_TOTAL = 2**62  # bytes of all tensors at one batch; keeps every sum inside int64
 
 
@@ -44,10 +44,10 @@ class Sized(NamedTuple):
 class OpGraph:
     """One training step: ops in program order (which is topological), tensors with identity.
 
-    Axes: op, tensor, storage, unit. Tensors are numbered first those without a producer (parameters
-    and buffers), then by producer, so the outputs of an op are a range. A storage is the memory that
+    Axes: op, tensor, storage, unit. Tensors without a producer (parameters and buffers) come first,
+    the others follow by producer, so the outputs of an op are a range. A storage is the memory that
     aliases and in-place versions share. A unit is what a placement decides: a forward op, its
-    backward and the update of its parameters. Quantities in bytes are pairs (c0, c1): c0 + c1 * batch.
+    backward and the update of its parameters. Bytes are pairs (c0, c1): c0 + c1 * batch.
     """
 
     name: str
@@ -242,46 +242,10 @@ class OpGraph:
             )
             if label is not None:
                 labels.setdefault(label, handle)
-            for tensor, targets in zip(
-                builder.outputs(handle), outgoing[op].values(), strict=True
-            ):
+            for tensor, targets in zip(builder.outputs(handle), outgoing[op].values(), strict=True):
                 for target in targets:
                     arriving[target].append(tensor)
         return builder.build(measured_on=measured_on)
-
-
-class Out(NamedTuple):
-    """One output of an op, as given to `GraphBuilder.op`."""
-
-    bytes: int | Affine
-    storage_of: int | None = None  # tensor handle whose storage it shares (view or in-place)
-    role: Role = Role.ACTIVATION
-    name: str | None = None
-
-
-class _Tensor(NamedTuple):
-    name: str
-    producer: int
-    bytes: Affine
-    storage: int
-    role: Role
-
-
-class _Op(NamedTuple):
-    name: str
-    module: str
-    target: str
-    phase: Phase
-    op_class: OpClass
-    signature: Signature | None
-    inputs: list[int]
-    kernels: int
-    sync: bool
-    workspace: Affine
-    resident: Affine
-    elements: int
-    seconds: float
-    cpu_seconds: float
 
 
 class GraphBuilder:
@@ -290,8 +254,8 @@ class GraphBuilder:
     def __init__(self, name: str, *, batch: int | None = None) -> None:
         self.name = name
         self.batch = batch
-        self._tensors: list[_Tensor] = []
-        self._ops: list[_Op] = []
+        self._tensors: list[TensorPart] = []
+        self._ops: list[OpPart] = []
         self._outputs: list[list[int]] = []  # tensor handles of each op
         self._parent: list[int] = []  # union-find over ops: placement units
 
@@ -328,18 +292,14 @@ class GraphBuilder:
         seconds: float = math.nan,
         cpu_seconds: float = math.nan,
     ) -> int:
-        """Adds the next op of the program and returns its handle (fields: `OpGraph`).
+        """Adds the next op of the program and returns its handle.
 
-        Args:
-            name: unique op name.
-            inputs: tensor handles it reads.
-            outputs: what it writes.
-            unit_of: op whose placement unit it joins; None starts a unit of its own.
-            seconds: measured seconds; NaN = costed from the signature; inf = CPU only.
-            cpu_seconds: measured seconds on a CPU; NaN = none.
+        The fields are those of `OpGraph`, and: `inputs` and `outputs` are what it reads (tensor
+        handles) and writes; `unit_of` is an op whose placement unit it joins (None starts one);
+        `seconds` and `cpu_seconds` are measured (NaN: costed from the signature; inf: not there).
 
         Raises:
-            GraphError: an unknown tensor, or a number that is negative or NaN.
+            GraphError: an unknown tensor, or a number that is negative or out of range.
         """
         handle = len(self._ops)
         where = f"{self.name}: op {name!r}"
@@ -352,8 +312,9 @@ class GraphBuilder:
         if not (0 <= kernels <= 2**31 - 1 and 0 <= elements <= MAX_BYTES):
             raise GraphError(f"{where}: kernels {kernels} or elements {elements} out of range")
         self._ops.append(
-            _Op(name, module, target, phase, op_class, signature, used, kernels, sync,
-                _affine(workspace, f"{where}: workspace"), _affine(resident, f"{where}: resident"),
+            OpPart(name, module, target, phase, op_class, signature, used, kernels, sync,
+                affine_bytes(workspace, f"{where}: workspace"),
+                affine_bytes(resident, f"{where}: resident"),
                 elements, seconds, cpu_seconds)
         )  # fmt: skip
         self._parent.append(handle)
@@ -450,8 +411,8 @@ class GraphBuilder:
         if out.storage_of is not None and not 0 <= out.storage_of < handle:
             raise GraphError(f"{self.name}: tensor {name!r} shares a storage that does not exist")
         storage = handle if out.storage_of is None else self._tensors[out.storage_of].storage
-        size = _affine(out.bytes, f"{self.name}: tensor {name!r}")
-        self._tensors.append(_Tensor(name, producer, size, storage, out.role))
+        size = affine_bytes(out.bytes, f"{self.name}: tensor {name!r}")
+        self._tensors.append(TensorPart(name, producer, size, storage, out.role))
         if producer >= 0:
             self._outputs[producer].append(handle)
         return handle
@@ -461,14 +422,3 @@ class GraphBuilder:
             self._parent[op] = self._parent[self._parent[op]]
             op = self._parent[op]
         return op
-
-
-def _affine(value: int | Affine, what: str) -> Affine:
-    """Returns bytes as a checked (c0, c1) pair."""
-    pair = value if isinstance(value, tuple) else (value, 0)
-    for part in pair:
-        if not -MAX_BYTES <= part <= MAX_BYTES or part != int(part):  # NaN and inf are refused too
-            raise GraphError(f"{what}: {part} is not a whole number of bytes below 2**60")
-    if pair[1] < 0 or (pair[1] == 0 and pair[0] < 0):
-        raise GraphError(f"{what}: {pair} bytes is negative")
-    return int(pair[0]), int(pair[1])

@@ -11,6 +11,7 @@ NaN nor infinity: seconds left out mean "cost the signature", ``"inf"`` means "n
 import math
 import os
 import secrets
+import sys
 from enum import IntEnum
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -174,7 +175,7 @@ def _op_records(graph: OpGraph) -> list[_OpRecord]:
             module=graph.op_modules[op],
             target=graph.op_targets[op],
             phase=Phase(graph.phase[op]).name,
-            op_class=OpClass(graph.op_class[op]).name.lower(),
+            op_class=_word(OpClass(graph.op_class[op])),
             signature=None if graph.signature[op] < 0 else int(graph.signature[op]),
             unit=int(graph.unit[op]) if shared[op] else None,
             kernels=int(graph.kernels[op]),
@@ -201,11 +202,16 @@ def _tensor_records(graph: OpGraph) -> list[_TensorRecord]:
             _TensorRecord(
                 bytes=_bytes_field(graph.tensor_bytes[tensor]),
                 name=None if name == default else name,
-                role=Role(graph.tensor_role[tensor]).name.lower(),
+                role=_word(Role(graph.tensor_role[tensor])),
                 storage_of=None if base == tensor else base,
             )
         )
     return records
+
+
+def _word(member: OpClass | Role) -> str:
+    """Returns a member's name as the file has it; interned, since defaults are told by identity."""
+    return sys.intern(member.name.lower())
 
 
 def _bytes_field(pair: NDArray[np.int64]) -> _Bytes:

@@ -12,7 +12,7 @@ from simcore.errors import PlanError
 from simcore.graph import OpGraph, Sized
 from simcore.job import Job
 from simcore.kernel import COST, OP, PAIR, TENSOR, TOUCH, Contention, Host, Mode, Order, Tables
-from simcore.plan import Settings
+from simcore.plan import ONE_HOST, Settings
 from simcore.profile import load_profile
 
 MAX_DEVICES = 4096
@@ -40,7 +40,7 @@ class Problem:
         graph: OpGraph,
         cluster: Cluster,
         job: Job,
-        settings: Settings = Settings(),
+        settings: Settings = ONE_HOST,
         *,
         cost: CostTable | None = None,
         copies: int = 1,
@@ -125,9 +125,7 @@ def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
     return job.batch // copies
 
 
-def _tables(
-    graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.void]
-) -> Tables:
+def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.void]) -> Tables:
     """Returns the kernel's tables; optimizer state and priorities are still missing."""
     num_devices = len(cluster.devices)
     if num_devices > MAX_DEVICES:

@@ -1,4 +1,4 @@
-"""The plan: everything that is decided, in one schema, checked against its graph, job and cluster."""
+"""The plan: all that is decided, in one schema, checked against its graph, job and cluster."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     p2p: Literal["copy"] = "copy"
     contention: Literal["none", "port", "fifo"] = "fifo"
     granularity: Literal["op"] = "op"
+
+
+ONE_HOST = Settings()
+RANK_HOSTS = Settings(host="per_rank")
 
 
 class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatches: int = 1
     schedule: str = "none"
     priorities: tuple[int, ...] = ()
-    settings: Settings = Settings()
+    settings: Settings = ONE_HOST
     constraints: Constraints = Constraints()
     predicted: Predicted | None = None
     provenance: Provenance | None = None
@@ -118,7 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         job: Job,
         unit_devices: NDArray[np.integer] | Sequence[int],
         *,
-        settings: Settings = Settings(),
+        settings: Settings = ONE_HOST,
     ) -> "Plan":
         """Returns the plan of one stage with an op -> device map.
 
@@ -140,8 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                     f"placement: unit {graph.unit_names[unit]!r}: no device number {device}"
                 )
         placement = {
-            unit: names[device]
-            for unit, device in zip(graph.unit_names, unit_devices, strict=True)
+            unit: names[device] for unit, device in zip(graph.unit_names, unit_devices, strict=True)
         }
         used = set(placement.values())
         devices = tuple(name for name in names if name in used)
@@ -156,7 +159,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         job: Job,
         devices: Sequence[str],
         *,
-        settings: Settings = Settings(host="per_rank"),
+        settings: Settings = RANK_HOSTS,
     ) -> "Plan":
         """Returns the plan that gives each device a copy of the model and a slice of the batch."""
         stage = Stage(devices=tuple(devices), mesh={"dp": len(devices)})
@@ -206,9 +209,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _validate_stage(self, graph: OpGraph, cluster: Cluster) -> list[str]:
         stage = self.stages[0]
         names = {device.name for device in cluster.devices}
-        found = [
-            f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names
-        ]
+        found = [f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names]
         if len(set(stage.devices)) != len(stage.devices):
             found.append(f"stage {stage.name!r}: a device is listed twice")
         if (stage.mesh is None) == (stage.placement is None):

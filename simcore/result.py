@@ -47,7 +47,9 @@ class RawRun:
             self.transfer_start,
             self.transfer_end,
         )
-        return [Transfer(*row) for row in zip(*(column.tolist() for column in columns))]
+        return [
+            Transfer(*row) for row in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,10 +149,10 @@ def critical_path(graph: OpGraph, run: RawRun, names: tuple[str, ...]) -> tuple[
     """
     if not graph.num_ops:
         return ()
-    incoming = {}
+    incoming: dict[tuple[int, int], Transfer] = {}
     for transfer in run.transfers():
         incoming[transfer.tensor, transfer.target] = transfer
-    before = {}
+    before: dict[int, int] = {}
     for device in range(len(names)):
         order = device_order(run, device).tolist()
         before.update(zip(order[1:], order[:-1], strict=True))
@@ -185,8 +187,9 @@ def _binding(
 ) -> Transfer | int | None:
     """Returns what an op waited for longest; None = the host's issue, or nothing."""
     device = int(run.placement[op])
-    best: Transfer | int | None = before.get(op)
-    time = -1.0 if best is None else float(run.end[best])
+    previous = before.get(op)
+    best: Transfer | int | None = previous
+    time = -1.0 if previous is None else float(run.end[previous])
     for tensor in graph.inputs[graph.first_input[op] : graph.first_input[op + 1]].tolist():
         producer = int(graph.tensor_producer[tensor])
         if producer < 0:
@@ -200,9 +203,7 @@ def _binding(
 
 def _compute_step(graph: OpGraph, run: RawRun, op: int, names: tuple[str, ...]) -> PathStep:
     device = names[run.placement[op]]
-    return PathStep(
-        "compute", graph.op_names[op], device, float(run.start[op]), float(run.end[op])
-    )
+    return PathStep("compute", graph.op_names[op], device, float(run.start[op]), float(run.end[op]))
 
 
 def _transfer_step(graph: OpGraph, transfer: Transfer, names: tuple[str, ...]) -> PathStep:

@@ -73,7 +73,8 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             b m n k; convolution n k out c filter (batch, output channels, output positions, input
             channels per group, filter positions); attention b h q kv d; rnn t b dirs gates h i;
             others: elements.
-        factor: multiplies the FLOPs (2.5 for attention's backward, 2 for both convolution gradients).
+        factor: multiplies the FLOPs (2.5 for attention's backward, 2 for both gradients of a
+            convolution).
         traffic: (c0, c1) bytes read and written.
     """
 

@@ -243,9 +243,7 @@ def run_data_parallel(problem: Problem, devices: Sequence[int]) -> Result:
         problem: the problem at the batch of one copy, with one host per rank.
         devices: device indices, in ring order.
     """
-    runs = [
-        run_placement(problem, np.full(problem.graph.num_ops, device)) for device in devices
-    ]
+    runs = [run_placement(problem, np.full(problem.graph.num_ops, device)) for device in devices]
     total = gradient_bytes(problem.graph, problem.batch)
     reduce_time = ring_all_reduce(total, problem.cluster, devices)
     slowest = max(runs, key=lambda run: run.step_time)

@@ -32,7 +32,7 @@ def chrome_trace(graph: OpGraph, cluster: Cluster, result: Result) -> list[Event
     for device, spec in enumerate(cluster.devices):
         events.append(_name("thread_name", 0, device, f"{spec.name} ({spec.kind})"))
     for op in range(graph.num_ops):
-        args = {"module": graph.op_modules[op], "phase": Phase(graph.phase[op]).name}
+        args: Event = {"module": graph.op_modules[op], "phase": Phase(graph.phase[op]).name}
         place = (0, int(run.placement[op]))
         events.append(
             _slice(graph.op_names[op], place, float(run.start[op]), float(run.end[op]), args)
@@ -52,7 +52,7 @@ def _transfer_events(graph: OpGraph, cluster: Cluster, result: Result) -> list[E
     free: dict[int, list[float]] = {}  # channel -> when each of its tracks is free again
     for number, transfer in sorted(enumerate(transfers), key=lambda pair: pair[1].start):
         name = graph.tensor_names[transfer.tensor]
-        args = {"bytes": int(size[transfer.tensor]), "requested_us": transfer.request / US}
+        args: Event = {"bytes": int(size[transfer.tensor]), "requested_us": transfer.request / US}
         for channel in cluster.route(transfer.source, transfer.target):
             lanes = free.setdefault(channel, [])
             lane = next((i for i, end in enumerate(lanes) if end <= transfer.start), len(lanes))

@@ -18,7 +18,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns seconds with the unit that leaves 1 to 999 before the point, for example ``41.3 ms``."""
+    """Returns seconds with the unit that fits, for example ``41.3 ms``."""
     for unit, size in (("s", 1.0), ("ms", MS), ("us", US)):
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"

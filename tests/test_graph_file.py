@@ -19,7 +19,7 @@ BYTES = st.one_of(
     st.integers(0, 2**53 + 1),
     st.tuples(st.integers(-(2**50), 2**50), st.integers(1, 2**50)),
 )
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+NAMES = st.sampled_from(["", "a", "net.layer.0", 'q"\\\n\0', "größe", "数"])
 
 
 @st.composite
@@ -68,7 +68,7 @@ def signatures() -> st.SearchStrategy[Signature]:
 
 
 @given(graphs())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_what_is_read_is_what_was_written(graph: OpGraph) -> None:
     data = encode_graph(graph)
     again = decode_graph(data, "file")
@@ -88,14 +88,19 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 
 def test_the_file_is_one_line_an_op() -> None:
     graph = OpGraph.from_edges({"a": 1.5, "b": math.inf}, [("a", "b", 8)])
-    assert encode_graph(graph).decode().splitlines()[5:] == [
+    assert encode_graph(graph).decode().splitlines() == [
+        "{",
+        '"format": "placewright-graph/1",',
+        '"name": "graph",',
+        '"batch": null,',
+        '"measured_on": null,',
         '"signatures": [],',
         '"tensors": [',
         '{"bytes":8}',
         "],",
         '"ops": [',
-        '{"name":"a","outputs":[0],"seconds":1.5},',
-        '{"name":"b","inputs":[0],"seconds":"inf"}',
+        '{"name":"a","kernels":0,"outputs":[0],"seconds":1.5},',
+        '{"name":"b","kernels":0,"inputs":[0],"seconds":"inf"}',
         "]",
         "}",
     ]

@@ -1,15 +1,15 @@
-"""A torch model and example inputs -> OpGraph of its training step; nothing is computed or allocated.
+"""A torch model and example inputs -> OpGraph of its training step; nothing is computed.
 
-The model runs forward and backward eagerly on fake tensors while a recorder notes every op, at three
-batches; see `torch_recorder`, `torch_fused` (what is kept in one piece) and `torch_graph`.
+The model runs forward and backward eagerly on fake tensors, which have no memory, while a
+recorder notes every op, at three batches: see `torch_recorder`, `torch_fused` (what is kept in one
+piece) and `torch_graph`.
 
-The loss is, in this order: the factory's option ``loss`` applied to the output; the output where it is one
-number; its ``loss`` attribute or key; its first item where that is one number; else a stand-in, the sum of
-the means of all floating outputs.
+The loss is, in this order: the factory's option ``loss`` applied to the output; the output where it
+is one number; its ``loss`` attribute or key; its first item where that is one number; else a
+stand-in, the sum of the means of all floating outputs.
 """
 
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,23 @@ import torch
 from simcore.errors import CaptureError
 from simcore.frontends.torch_fused import fused_kernels
 from simcore.frontends.torch_graph import Run, Trainable, graph_of
-from simcore.frontends.torch_private import DATA_DEPENDENT, NO_FAKE, composite_kernels, fake_mode
+from simcore.frontends.torch_private import (
+    DATA_DEPENDENT,
+    NO_FAKE,
+    composite_kernels,
+    fake_mode,
+    quiet,
+)
 from simcore.frontends.torch_recorder import Failure, Recorder, tensors_in
 from simcore.frontends.torch_signatures import dtype_name
-from simcore.frontends.torch_source import Captured, Source, describe, load_factory, open_source, place
+from simcore.frontends.torch_source import (
+    Captured,
+    Source,
+    describe,
+    load_factory,
+    open_source,
+    place,
+)
 from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.signature import Role
@@ -41,21 +54,24 @@ class CaptureReport:
     torch_version: str
 
 
-def capture(model_or_factory: Any, inputs: Any = None, job: Job | None = None, *, name: str) -> OpGraph:
+def capture(
+    model_or_factory: Any, inputs: Any = None, job: Job | None = None, *, name: str
+) -> OpGraph:
     """Captures the training step of a model.
 
     Args:
-        model_or_factory: an `nn.Module`, real or on the meta device, or a callable, with or without a
-            parameter ``batch``, that returns (model, inputs) or (model, inputs, options).
-        inputs: tuple of arguments, mapping of keyword arguments or one tensor; dimension 0 of the first
-            tensor is the batch, and every tensor with that dimension 0 is resized to capture at other
-            batches. Or a callable of the batch that returns one of these.
+        model_or_factory: an `nn.Module`, real or on the meta device, or a callable, with or without
+            parameters ``batch`` and ``sequence_length``, that returns (model, inputs) or (model,
+            inputs, options).
+        inputs: tuple of arguments, mapping of keyword arguments or one tensor; dimension 0 of the
+            first tensor is the batch, and every tensor with that dimension 0 is resized to capture
+            at other batches. Or a callable of the batch that returns one of these.
         job: precision and example batch; None = the default job.
         name: the graph's name.
 
     Raises:
-        CaptureError: the model cannot be captured; one line with the reason, the op, the module and the
-            place in the model.
+        CaptureError: the model cannot be captured; one line with the reason, the op, the module and
+            the place in the model.
     """
     return capture_report(model_or_factory, inputs, job, name=name)[0]
 
@@ -86,9 +102,9 @@ def capture_report(
 def _record(source: Source, batch: int) -> Run:
     """Runs forward and backward at one batch."""
     recorder = Recorder()
-    with fake_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a run that computes nothing
-        captured = source.at(batch)
+    mode = fake_mode()
+    captured = source.at(batch, mode)
+    with quiet(), mode:
         _register(recorder, captured)
         try:
             with composite_kernels(fused_kernels(recorder)), recorder:
@@ -122,7 +138,9 @@ def _register(recorder: Recorder, captured: Captured) -> None:
     named = {str(position): value for position, value in enumerate(captured.args)} | captured.kwargs
     for name, value in named.items():
         for number, tensor in enumerate(tensors_in(value)):
-            recorder.register(f"input.{name}" + (f".{number}" if number else ""), tensor, Role.INPUT)
+            recorder.register(
+                f"input.{name}" + (f".{number}" if number else ""), tensor, Role.INPUT
+            )
 
 
 def _loss(output: Any, source: Source) -> torch.Tensor:
@@ -143,8 +161,8 @@ def _loss(output: Any, source: Source) -> torch.Tensor:
     floating = [t for t in tensors_in(output) if t.is_floating_point() and t.requires_grad]
     if not floating:
         raise CaptureError(f"{source.name}: no parameter gets a gradient from the model's output")
-    means = [tensor.mean() for tensor in floating]
-    return means[0] if len(means) == 1 else torch.stack([m.float() for m in means]).sum()
+    first, *others = (tensor.mean() for tensor in floating)
+    return sum(others, start=first)
 
 
 def _is_number(value: Any) -> bool:
@@ -160,8 +178,8 @@ def _explain(error: Exception, failure: Failure | None, name: str) -> str:
     if isinstance(error, DATA_DEPENDENT):
         what = failure.target if failure and caused else "an op"
         return (
-            f"{name}: the model depends on the values of tensors ({what}{module}{at}), which capture "
-            "does not have: decide by shapes, or by arguments that are no tensors"
+            f"{name}: the model depends on the values of tensors ({what}{module}{at}), which "
+            "capture does not have: decide by shapes, or by arguments that are no tensors"
         )
     if failure and caused and (isinstance(error, NO_FAKE) or "fake impl" in str(error)):
         namespace, _, op = failure.target.partition(".")
@@ -170,5 +188,7 @@ def _explain(error: Exception, failure: Failure | None, name: str) -> str:
             f'torch.library.register_fake("{namespace}::{op}"), and its FLOPs with '
             f"torch.utils.flop_counter.register_flop_formula(torch.ops.{namespace}.{op})"
         )
+    if "SparseTensorImpl" in str(error):
+        return f"{name}: gradients in sparse form cannot be captured: use sparse=False"
     what = f"op {failure.target}{module}: " if failure and caused else ""
     return f"{name}: the model raised {what}{describe(error)}"

@@ -1,9 +1,9 @@
-"""Ops that devices run in one piece but a CPU build of torch may take apart: kept whole while capturing.
+"""Ops that accelerators run in one piece but a CPU build of torch may take apart: kept whole.
 
-Recurrent layers, attention and dropout reach the dispatcher in another form on every device: one kernel
-here, thousands of small ops there. Here the three are caught before torch takes them apart, and recorded
-as an accelerator runs them: one op per recurrent layer (both directions together), one per attention and
-one per dropout, forward and backward.
+Recurrent layers, attention and dropout reach the dispatcher in another form on every device: one
+kernel here, thousands of small ops there. The three are caught before torch takes them apart, and
+recorded as an accelerator runs them: one op per recurrent layer (both directions together), one per
+attention and one per dropout, forward and backward.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
     gates: int
     has_cell: bool  # a cell state beside the hidden state
-    saved: int  # hidden-sized values per step and sample kept for the backward beside the output
+    saved: int  # hidden-sized values per step and sample kept for the backward, output excluded
 
 
 CELLS = {
@@ -53,8 +53,14 @@ class _RecurrentLayer(Function):
     """One layer over the whole sequence, all directions; nothing is computed."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, emitter: Emitter, mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, *weights: Tensor
+    def forward(
+        ctx: Any,
+        emitter: Emitter,
+        mode: str,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         cell, directions = CELLS[mode], h0.shape[0]
         steps, batch = x.shape[:2]
@@ -88,10 +94,9 @@ class _RecurrentLayer(Function):
 
 def recurrent_kind(mode: str, x: Tensor, h0: Tensor, hidden: int) -> Kind:
     """Returns the kind of one recurrent layer; a projected hidden state is in the factor."""
-    gates, width, projected = CELLS[mode].gates, x.shape[2], h0.shape[2]
-    dims = {
-        "t": x.shape[0], "b": x.shape[1], "dirs": h0.shape[0], "gates": gates, "h": hidden, "i": width,
-    }  # fmt: skip
+    gates, projected = CELLS[mode].gates, h0.shape[2]
+    steps, batch, width = x.shape
+    dims = {"t": steps, "b": batch, "dirs": h0.shape[0], "gates": gates, "h": hidden, "i": width}
     factor = 1.0
     if projected != hidden:
         factor = (width + projected + projected / gates) / (width + hidden)
@@ -99,13 +104,14 @@ def recurrent_kind(mode: str, x: Tensor, h0: Tensor, hidden: int) -> Kind:
 
 
 class _Attention(Function):
-    """Fused attention: keeps the output and the log-sum-exp, never the scores; nothing is computed."""
+    """Fused attention: keeps output and log-sum-exp, never the scores; nothing is computed."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, emitter: Emitter, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+        leads = query.shape[:-3], key.shape[:-3], value.shape[:-3]
+        lead = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
         heads = query.shape[-3:-2]
         shape = (*lead, *query.shape[-2:-1], *heads, value.shape[-1])
         out = query.new_empty(shape)  # heads after positions, as kernels lay it out
@@ -120,7 +126,7 @@ class _Attention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         pairs = zip(saved[:4], needed, strict=True)
@@ -130,11 +136,12 @@ class _Attention(Function):
 
 
 def fused_kernels(emitter: Emitter) -> dict[str, Callable[..., Any]]:
-    """Returns, for `composite_kernels`, what records recurrent layers, attention and dropout whole."""
+    """Returns, for `composite_kernels`, what records each of these ops whole."""
     return {
         "scaled_dot_product_attention": partial(_attention, emitter),
         "dropout": _dropout,
         **{f"{mode}.input": partial(_recurrent, emitter, mode) for mode in CELLS},
+        **{f"{mode}_cell": partial(_cell, emitter, mode) for mode in CELLS},
     }
 
 
@@ -145,7 +152,7 @@ def _dropout(data: Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(data, p, train)[0]
 
 
-def _attention(  # noqa: PLR0913 - torch's own signature
+def _attention(  # noqa: PLR0913, PLR0917 - torch's own signature
     emitter: Emitter,
     query: Tensor,
     key: Tensor,
@@ -198,6 +205,18 @@ def _recurrent(  # noqa: PLR0913, PLR0917 - torch's own signature
     hidden = _joined([hn for hn, _ in ends])
     cells = [cn for _, cn in ends if cn is not None]
     return (out, hidden, _joined(cells)) if cells else (out, hidden)
+
+
+def _cell(
+    emitter: Emitter, mode: str, data: Tensor, state: Any, *weights: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs one step of a recurrent cell: a layer over one position."""
+    h0, c0 = state if CELLS[mode].has_cell else (state, None)
+    _, hn, cn = _RecurrentLayer.apply(  # type: ignore[no-untyped-call]
+        emitter, mode, data[None], h0[None], None if c0 is None else c0[None],
+        *(weight for weight in weights if weight is not None),
+    )  # fmt: skip
+    return hn[0] if cn is None else (hn[0], cn[0])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
 """Tapes of one model at three batches -> OpGraph: what is affine in the batch, units, updates.
 
-The tapes must hold the same ops; every size is fitted as c0 + c1 * batch on two of them and checked on
-the third. Units: a forward op and what autograd runs for it; the ops that touch a buffer's old content
-and those that change it; the update of a parameter with its first user.
+The tapes must hold the same ops; every size is fitted as c0 + c1 * batch on two of them and
+checked on the third. Units: a forward op and what autograd runs for it; the ops that change a
+buffer and those that read what was in it before; the update of a parameter with its first user.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simcore.errors import CaptureError
-from simcore.frontends.torch_recorder import ALL, Storage, Tape, TapeOp, Value
+from simcore.frontends.torch_tape import ALL, Storage, Tape, TapeOp, Value
 from simcore.graph import GraphBuilder, OpGraph, Out
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
 
@@ -145,8 +145,8 @@ class _Sizes:
             what = (dims + ["bytes"] * counts[op])[position - self._first[op]]
             sizes = ", ".join(str(size) for size in table[:, position])
             raise CaptureError(
-                f"{name}: op {names[op]}: {what} is {sizes} at batch {b[0]}, {b[1]}, {b[2]}, which is "
-                "not a constant plus a whole multiple of the batch"
+                f"{name}: op {names[op]}: {what} is {sizes} at batch {b[0]}, {b[1]}, {b[2]}, which "
+                "is not a constant plus a whole multiple of the batch"
             )
 
     def of(self, op: int) -> Iterator[Affine]:
@@ -213,21 +213,33 @@ class _Emission:
         for op, record in enumerate(self.ops):
             if record.joins >= 0:
                 merge(record.joins, op)
-            elif not record.reads:  # inputs, and what is made of nothing, live where they are needed
+            elif not any(value[:2] in self.writer for value in record.reads):
                 merge(op, self._next_to(op))
         for index, storage in enumerate(self.storages):
             if storage.role is Role.BUFFER and storage.version > 0:
-                for reader in self.readers[index, 0]:
-                    merge(self.writer[index, 1], reader)
+                writers = [self.writer[index, v] for v in range(1, storage.version + 1)]
+                for op in (*self.readers[index, 0], *writers):
+                    merge(writers[0], op)
         return [find(op) for op in range(len(parent))]
 
     def _next_to(self, op: int) -> int:
-        """Returns the first user of what an op makes, else itself."""
-        users = [user for value in self.ops[op].writes for user in self.readers[value[:2]]]
-        return min(users, default=op)
+        """Returns where an op that needs nothing from other ops belongs.
+
+        Inputs, and what is made of nothing, belong to their first user; what counts in a buffer
+        that no other op reads, to the next op of its module. Ops with parameters stand alone.
+        """
+        record = self.ops[op]
+        users = [user for value in record.writes for user in self.readers[value[:2]]]
+        if not record.reads:
+            return min(users, default=op)
+        roles = {self.storages[value.storage].role for value in record.reads}
+        after = self.ops[op + 1 : op + 2]
+        if not users and roles == {Role.BUFFER} and after and after[0].module == record.module:
+            return op + 1
+        return op
 
     def _waits(self) -> dict[int, list[int]]:
-        """Returns, for each op that writes in place, the readers of the old content it must follow."""
+        """Returns, for ops that write in place, the readers of the old content they must follow."""
         waits: dict[int, list[int]] = {}
         for (storage, version), op in self.writer.items():
             reads = {value[:2] for value in self.ops[op].reads}
@@ -250,7 +262,10 @@ class _Emission:
             self._value(value, num_bytes, op)
             for value, num_bytes in zip(record.reads, read_bytes, strict=True)
         ]
-        outputs = [self._out(value, num_bytes) for value, num_bytes in zip(record.writes, sizes, strict=True)]
+        outputs = [
+            self._out(value, num_bytes)
+            for value, num_bytes in zip(record.writes, sizes, strict=True)
+        ]
         if op in self.watched:
             outputs.append(Out(0, name=f"{self.names[op]}:done"))
         signature = None
@@ -311,7 +326,7 @@ class _Emission:
         return self.view[place]
 
     def _update(self, trainable: Trainable, gradient: Value) -> None:
-        """Adds the update of one parameter in its first user's unit, and a refresh in each other."""
+        """Adds a parameter's update in its first user's unit, and a refresh in each other."""
         storage = self.storages[trainable.storage]
         versions = range(storage.version + 1)
         users = [op for version in versions for op in self.readers[trainable.storage, version]]

@@ -1,13 +1,11 @@
 """Runs of torch ops under fake tensors -> Tape: what was executed, on which memory, at one batch.
 
-A `Recorder` stands below autograd and sees every op of forward and backward as it is dispatched. Tensors
-are known by their storage: a *value* is a storage and a version, every write makes a new version. A view
-that covers its storage is the value itself; one that covers a part is a *region* of it.
+A `Recorder` stands below autograd and sees every op of forward and backward as it is dispatched.
+Tensors are known by their storage, so that views, aliases and writes in place are told apart.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,70 +13,25 @@ import torch
 from simcore.frontends.torch_private import (
     TorchDispatchMode,
     current_node,
+    device_shortcut,
     newest_sequence,
     sequence_of,
     storage_address,
 )
 from simcore.frontends.torch_signatures import Kind, classify, dtype_name
+from simcore.frontends.torch_tape import ALL, Storage, Tape, TapeOp, Value, dense_bytes, region_of
 from simcore.signature import OpClass, Phase, Role
 
 Tensor = torch.Tensor
-
-ALL = -1  # the region that is a whole storage
 
 _EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
                     "empty_permuted"))  # fmt: skip
 _OVERWRITES = frozenset(("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_",
                          "exponential_", "log_normal_", "cauchy_", "geometric_"))  # fmt: skip
 _GATHERS = frozenset(("embedding", "index", "gather", "index_select", "_unsafe_index"))
-# normalisations whose schema hides that they update the running statistics: positions of those, of `training`
+# their schema hides that they update the running statistics: positions of those and of `training`
 _RUNNING_STATISTICS = {"native_batch_norm": (3, 4, 5), "cudnn_batch_norm": (3, 4, 5)}
-_ALIASING = frozenset(("_unsafe_view", "_reshape_alias", "lift_fresh", "lift", "detach_"))
-
-
-class Value(NamedTuple):
-    """A tensor as an op sees it."""
-
-    storage: int
-    version: int
-    region: int  # ALL, or a part of the storage, numbered within it
-    bytes: int  # of the region
-
-
-@dataclass(slots=True, kw_only=True)
-class Storage:
-    """One piece of memory."""
-
-    name: str
-    bytes: int
-    role: Role
-    version: int = 0
-    writer: int = -1  # op that wrote the current version, -1 = nobody
-    first_user: int = -1
-    regions: dict[tuple[Any, ...], int] = field(default_factory=dict)
-
-
-class TapeOp(NamedTuple):
-    """One executed op."""
-
-    target: str
-    kind: Kind
-    dtype: str
-    phase: Phase
-    module: str
-    reads: tuple[Value, ...]  # distinct
-    writes: tuple[Value, ...]  # one per storage; version 0 = fresh
-    traffic: int  # bytes read and written
-    kernels: int
-    joins: int  # op whose placement unit it shares, -1 = a unit of its own
-
-
-@dataclass(slots=True)
-class Tape:
-    """What one forward and backward executed."""
-
-    ops: list[TapeOp] = field(default_factory=list)
-    storages: list[Storage] = field(default_factory=list)
+_ALIASING = frozenset(("_unsafe_view", "_reshape_alias", "lift_fresh", "lift"))
 
 
 class Failure(NamedTuple):
@@ -99,6 +52,21 @@ class _Operator(NamedTuple):
     written: tuple[tuple[int, str], ...]  # arguments it writes: position, name
 
 
+class _Executed(NamedTuple):
+    """One op that ran, in tensors."""
+
+    target: str
+    kind: Kind
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]  # fresh ones, then those written in place
+    written: Sequence[Tensor] = ()  # in place
+    gathered: Tensor | None = None  # an input of which only some rows are read
+    kernels: int = 1
+
+
+_UNKNOWN = Kind(OpClass.OTHER, ())
+
+
 def _operator(func: Any) -> _Operator:
     namespace, _, base = func._schema.name.partition("::")
     written = tuple(
@@ -110,7 +78,7 @@ def _operator(func: Any) -> _Operator:
     return _Operator(
         name=base if aten else f"{namespace}::{base}",
         target=f"{namespace}.{base}",
-        is_alias=func.is_view or (aten and base in _ALIASING),
+        is_alias=func.is_view or torch.Tag.inplace_view in func.tags or base in _ALIASING,
         is_empty=aten and base in _EMPTY,
         written=written,
     )
@@ -128,11 +96,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes a tape of every op while active; enter it after the fake mode."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.failure: Failure | None = None
         self._operators: dict[Any, _Operator] = {}
@@ -161,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if index is None:
             index = self._add_storage("constant", tensor, Role.INPUT)
         whole = self._current(index)
-        region, num_bytes = _region(tensor, self.tape.storages[index])
+        region, num_bytes = region_of(tensor, self.tape.storages[index])
         return whole._replace(region=region, bytes=num_bytes)
 
     def begin_backward(self, loss: Tensor) -> None:
@@ -178,12 +146,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Records one op that never ran; its outputs must be fresh."""
         read = [t for t in inputs if t is not None]
-        self._append(target, kind, read, [t for t in outputs if t is not None], (), kernels)
+        made = [t for t in outputs if t is not None]
+        self._append(_Executed(target, kind, read, made, kernels=kernels))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs one op and records it."""
+        if (device := device_shortcut(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         operator = self._operators.get(func)
         if operator is None:
@@ -193,17 +164,21 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             self.failure = Failure(error, operator.target, self._path[-1])
             raise
-        if type(result) in (torch.device, bool, int, float, torch.dtype, torch.layout):
-            return result
-        if operator.is_alias and not operator.written:
+        if operator.is_alias:
             self._note_sequence(self._writer_of(args))
         elif not operator.is_empty:
-            self._record(operator, func, args, kwargs, result)
+            executed = self._executed(operator, args, kwargs, result)
+            if executed is None:
+                self._note_sequence(self._writer_of(args))
+            else:
+                kind = classify(operator.name, func, args, kwargs, executed.outputs)
+                self._append(executed._replace(kind=kind))
         return result
 
-    def _record(
-        self, operator: _Operator, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _executed(
+        self, operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+    ) -> "_Executed | None":
+        """Returns what an op read and wrote, None where it only returned views."""
         inputs = [*tensors_in(args), *tensors_in(kwargs)]
         written = _written(operator, args, kwargs)
         changed = {storage_address(t) for t in written}
@@ -211,47 +186,51 @@ class Recorder(TorchDispatchMode):
         returned = [t for t in tensors_in(result) if storage_address(t) not in aliased | changed]
         outputs = [*returned, *written]
         if not outputs:
-            self._note_sequence(self._writer_of(args))
-            return
+            return None
+        gathered = inputs[0] if operator.name in _GATHERS else None
         if operator.name in _OVERWRITES or operator.name.endswith("_like"):
             inputs = inputs[1:]  # only its shape is read
         elif operator.name.startswith("new_"):
             inputs = []
-        kind = classify(operator.name, func, args, kwargs, outputs)
-        source = inputs[0] if operator.name in _GATHERS else None
-        self._append(operator.target, kind, inputs, outputs, written, 1, source)
+        return _Executed(operator.target, _UNKNOWN, inputs, outputs, written, gathered)
 
-    def _append(  # noqa: PLR0913, PLR0917 - the parts of one op
-        self,
-        target: str,
-        kind: Kind,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-        kernels: int,
-        gathered: Tensor | None = None,
-    ) -> None:
-        reads = dict.fromkeys(self.value(t) for t in inputs)
-        traffic = sum(value.bytes for value in reads) + sum(_dense_bytes(t) for t in outputs)
-        if gathered is not None:  # only the rows that are asked for
-            traffic += _dense_bytes(outputs[0]) - self.value(gathered).bytes
-        for tensor in written:  # what was there before the write, if anything
+    def _append(self, executed: "_Executed") -> None:
+        """Writes one op on the tape."""
+        target, outputs = executed.target, executed.outputs
+        reads = dict.fromkeys(self.value(t) for t in executed.inputs if not self._is_number(t))
+        traffic = sum(value.bytes for value in reads) + sum(dense_bytes(t) for t in outputs)
+        if executed.gathered is not None:  # only the rows that are asked for
+            traffic += dense_bytes(outputs[0]) - self.value(executed.gathered).bytes
+        for tensor in executed.written:  # what was there before the write, if anything
             if (index := self._index.get(storage_address(tensor))) is not None:
-                reads[self._current(index)] = None
+                whole = self._current(index)
+                reads = {v: None for v in reads if v[:2] != whole[:2]} | {whole: None}
         phase, joins = self._unit(target, reads)
         module = self._path[-1] if joins < 0 else self.tape.ops[joins].module
         op = len(self.tape.ops)
         for value in reads:
             storage = self.tape.storages[value.storage]
             storage.first_user = op if storage.first_user < 0 else storage.first_user
-        writes = self._write(op, target, outputs)
-        dtype = _arithmetic_dtype(outputs, inputs)
-        self.tape.ops.append(
-            TapeOp(target, kind, dtype, phase, module, tuple(reads), writes, traffic, kernels, joins)
+        record = TapeOp(
+            target=target,
+            kind=executed.kind,
+            dtype=_arithmetic_dtype(outputs, executed.inputs),
+            phase=phase,
+            module=module,
+            reads=tuple(reads),
+            writes=self._write(op, target, outputs),
+            traffic=traffic,
+            kernels=executed.kernels,
+            joins=joins,
         )
+        self.tape.ops.append(record)
         if joins < 0:
             self._runs[module, target].append(op)
         self._note_sequence(op)
+
+    def _is_number(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is a number that a kernel gets with its arguments."""
+        return tensor.dim() == 0 and storage_address(tensor) not in self._index
 
     def _write(self, op: int, target: str, outputs: Sequence[Tensor]) -> tuple[Value, ...]:
         """Makes a new version of every storage an op writes."""
@@ -329,36 +308,6 @@ class Recorder(TorchDispatchMode):
 
     def _leaving(self, _module: Any, _args: Any, _output: Any) -> None:
         self._path.pop()
-
-
-def _dense_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, what is expanded counted once."""
-    count = tensor.numel()
-    strides = tensor.stride()
-    if 0 in strides and count:
-        for size, stride in zip(tensor.shape, strides, strict=True):
-            count = count if stride else count // size
-    return count * tensor.element_size()
-
-
-def _region(tensor: Tensor, storage: Storage) -> tuple[int, int]:
-    """Returns which part of its storage a tensor is, and the bytes of the part.
-
-    Two shapes or axis orders of the same elements are the same part.
-    """
-    num_bytes = _dense_bytes(tensor)
-    if num_bytes >= storage.bytes:
-        return ALL, storage.bytes
-    axes: list[tuple[int, int]] = []  # (stride, size), widest first, neighbours joined
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True):
-        if size == 1 or stride == 0:
-            continue
-        if axes and axes[-1][0] == stride * size:
-            axes[-1] = (stride, axes[-1][1] * size)
-        else:
-            axes.append((stride, size))
-    key = (tensor.storage_offset() * tensor.element_size(), tensor.element_size(), *axes)
-    return storage.regions.setdefault(key, len(storage.regions)), num_bytes
 
 
 def _written(operator: _Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """One executed torch op -> its class, named dimensions and FLOP factor.
 
-Ops are known by their schema name, without namespace for ``aten`` (``mm``) and with it for others
-(``mylib::scan``). An op that is not listed gets its FLOPs from `torch.utils.flop_counter`'s registry where
-a formula is registered, else it is costed by the bytes it moves: no op is free because it is unknown.
+Ops are known by their schema name, without namespace for ``aten`` (``mm``), with it for others
+(``mylib::scan``). An op that is not listed gets its FLOPs from torch's flop counter where a formula
+is registered there, else it is costed by the bytes it moves: no op is free for being unknown.
 """
 
 import math
@@ -40,8 +40,8 @@ def attention_kind(
 ) -> Kind:
     """Returns the kind of one attention op from shapes [..., head, length, width].
 
-    The two products have widths of their own (query's and value's), the signature has one; the factor
-    makes up for it. The backward does 5 products where the forward does 2.
+    The two products have widths of their own (query's and value's), the signature has one; the
+    factor makes up for it. The backward does 5 products where the forward does 2.
     """
     lead = math.prod(query[:-3]) if len(query) > 3 else 1
     heads = query[-3] if len(query) > 2 else 1
@@ -162,12 +162,12 @@ _CLASS_OF: dict[str, OpClass] = {
         OpClass.REDUCTION: """sum mean amax amin argmax argmin max min var std var_mean prod all any
             cumsum cumprod topk sort norm linalg_vector_norm histc bincount""",
         OpClass.COPY: """clone _to_copy copy_ cat stack fill_ zero_ zeros zeros_like new_zeros ones
-            ones_like new_ones full full_like new_full scalar_tensor arange linspace eye slice_backward
-            select_backward diagonal_backward unfold_backward index index_put index_put_ _index_put_impl_
-            _unsafe_index _unsafe_index_put gather scatter scatter_ scatter_add scatter_add_
-            scatter_reduce index_select index_add index_add_ index_copy index_copy_ constant_pad_nd
-            reflection_pad2d replication_pad2d roll repeat flip tril triu slice_scatter select_scatter
-            as_strided_scatter new_empty_strided resize_ pixel_shuffle im2col col2im""",
+            ones_like new_ones full full_like new_full scalar_tensor arange linspace eye roll repeat
+            slice_backward select_backward diagonal_backward unfold_backward index index_put
+            _index_put_impl_ _unsafe_index _unsafe_index_put gather scatter scatter_add flip tril
+            scatter_reduce index_select index_add index_copy constant_pad_nd reflection_pad2d triu
+            replication_pad2d slice_scatter select_scatter as_strided_scatter pixel_shuffle im2col
+            col2im""",
         OpClass.POINTWISE: """native_dropout native_dropout_backward bernoulli bernoulli_ normal_
             uniform_ random_ exponential_ rand randn randint rand_like randn_like randperm
             masked_fill floor_divide where clamp isin""",

@@ -1,8 +1,8 @@
 """A model and example inputs, however a user has them -> fake copies of both at any batch.
 
-Models are built on the meta device, which needs no memory; a factory that cannot work there (it reads a
-value it has just made) is run as it is. What is captured is a copy whose parameters and buffers are fake
-tensors on the CPU device, shared as in the original; the original is not touched.
+Models are built on the meta device, which needs no memory; a factory that cannot work there (it
+reads a value it has just made) is run as it is. What is captured is a copy whose parameters and
+buffers are fake tensors on the CPU device, shared as in the original; the original is not touched.
 """
 
 import copy
@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from simcore.errors import CaptureError
-from simcore.frontends.torch_private import storage_address
+from simcore.frontends.torch_private import FakeTensorMode, storage_address
 from simcore.frontends.torch_recorder import tensors_in
 from simcore.job import Job
 
@@ -57,16 +58,20 @@ def load_factory(spec: str, cwd: str | Path | None = None) -> Factory:
             raise CaptureError(f"factory {spec!r}: {module_name} has no attribute {part!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise CaptureError(f"factory {spec!r}: {attribute} is a {type(found).__name__}, not callable")
+        kind = type(found).__name__
+        raise CaptureError(f"factory {spec!r}: {attribute} is a {kind}, not callable")
     return found  # type: ignore[no-any-return]
 
 
 def describe(error: BaseException) -> str:
-    """Returns an exception as one line: its type and message, and the user's line that raised it."""
+    """Returns an exception as one line: type, message, and the user's line that raised it."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else f"{text[:297]}..."
-    where = place(error)
-    return f"{type(error).__name__}" + (f": {text}" if text else "") + (f" ({where})" if where else "")
+    parts = [type(error).__name__]
+    if text:
+        parts.append(f": {text[:297]}..." if len(text) > 300 else f": {text}")
+    if where := place(error):
+        parts.append(f" ({where})")
+    return "".join(parts)
 
 
 def place(error: BaseException) -> str:
@@ -128,16 +133,20 @@ class Source:
         base = self.example or job.batch or DEFAULT_BATCH
         return (base, 2 * base, 3 * base) if base > 1 else (2, 3, 5)
 
-    def at(self, batch: int) -> Captured:
-        """Returns fake copies at one batch; call it inside the fake mode."""
+    def at(self, batch: int, mode: FakeTensorMode) -> Captured:
+        """Returns fake copies at one batch, for use inside the mode."""
         built = self.rebuild(batch) if self.rebuild else self.built
         inputs = built.inputs
         if callable(inputs):
-            inputs = _on_meta(inputs, batch)[0]
+            try:
+                inputs = _on_meta(inputs, batch)[0]
+            except Exception as error:
+                what = f"{self.name}: making example inputs for batch {batch} raised"
+                raise CaptureError(f"{what} {describe(error)}") from None
         example = None if self.rebuild or callable(built.inputs) else self.example
         cast = _CASTS.get(self.precision)
         args, kwargs = _arguments(inputs, self.name)
-        fake = _FakeTensors(cast)
+        fake = _FakeTensors(mode, cast)
         model, parameters, buffers = fake.model(built.model, self.name)
         args, kwargs = fake.inputs((args, kwargs), example, batch)
         return Captured(model, args, kwargs, parameters, buffers)
@@ -148,8 +157,8 @@ def open_source(model_or_factory: Any, inputs: Any, job: Job, name: str) -> Sour
 
     Args:
         model_or_factory: a module, or a callable that returns (model, inputs[, options]).
-        inputs: tuple of arguments, mapping of keyword arguments, one tensor, or a callable of the batch
-            that returns one of these; None = the factory's.
+        inputs: tuple of arguments, mapping of keyword arguments, one tensor, or a callable of the
+            batch that returns one of these; None = the factory's.
         job: batch and precision.
         name: for messages.
 
@@ -164,14 +173,16 @@ def open_source(model_or_factory: Any, inputs: Any, job: Job, name: str) -> Sour
         first = job.batch if job.batch and job.batch > 1 else DEFAULT_BATCH
 
         def make(batch: int) -> tuple[_Built, bool]:
-            arguments = {"batch": batch} if "batch" in known else {}
+            wanted = {"batch": batch, "sequence_length": job.sequence_length}
+            arguments = {k: v for k, v in wanted.items() if k in known and v is not None}
             return _build(model_or_factory, arguments, inputs, name)
 
         built, on_meta = make(first)
         if "batch" in known and not callable(built.inputs):
-            rebuild = lambda batch: make(batch)[0]  # noqa: E731
+            rebuild = partial(_rebuilt, make, first, built)
     else:
-        raise CaptureError(f"{name}: a {type(model_or_factory).__name__} is no model and no factory")
+        kind = type(model_or_factory).__name__
+        raise CaptureError(f"{name}: a {kind} is neither a model nor a factory")
     if built.inputs is None:
         raise CaptureError(f"{name}: no example inputs were given")
     example = None
@@ -181,6 +192,12 @@ def open_source(model_or_factory: Any, inputs: Any, job: Job, name: str) -> Sour
         name=name, built=built, rebuild=rebuild, example=example, precision=job.precision,
         on_meta=on_meta,
     )  # fmt: skip
+
+
+def _rebuilt(
+    make: Callable[[int], tuple[_Built, bool]], first: int, built: _Built, batch: int
+) -> _Built:
+    return built if batch == first else make(batch)[0]
 
 
 def _parameters_of(factory: Factory) -> Mapping[str, inspect.Parameter]:
@@ -227,15 +244,16 @@ def _arguments(inputs: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     raise CaptureError(
-        f"{name}: example inputs must be a tuple, a mapping, a tensor or a callable of the batch, not "
-        f"{type(inputs).__name__}"
+        f"{name}: example inputs must be a tuple, a mapping, a tensor or a callable of the batch, "
+        f"not {type(inputs).__name__}"
     )
 
 
 class _FakeTensors:
     """Makes fake tensors that share storage as the originals do."""
 
-    def __init__(self, cast: torch.dtype | None) -> None:
+    def __init__(self, mode: FakeTensorMode, cast: torch.dtype | None) -> None:
+        self._mode = mode
         self._cast = cast
         self._base: dict[int, torch.Tensor] = {}  # address of an original storage -> flat fake
 
@@ -265,13 +283,14 @@ class _FakeTensors:
         return twin if twin.training else twin.train(), parameters, buffers
 
     def inputs(self, value: Any, example: int | None, batch: int) -> Any:
-        """Returns nested inputs with fake tensors, of another batch where they have the example's."""
+        """Returns nested inputs with fake tensors, resized where they have the example's batch."""
         if isinstance(value, torch.Tensor):
             shape = list(value.shape)
             if example is not None and shape and shape[0] == example:
                 shape[0] = batch
-            fake = torch.empty(shape, dtype=self._dtype(value), device="cpu")
-            return fake.requires_grad_(value.requires_grad)
+            with self._mode:
+                fake = torch.empty(shape, dtype=self._dtype(value), device="cpu")
+                return fake.requires_grad_(value.requires_grad)
         if isinstance(value, list | tuple):
             items = [self.inputs(item, example, batch) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -285,10 +304,10 @@ class _FakeTensors:
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
         address, dtype = storage_address(tensor), self._dtype(tensor)
-        if address not in self._base:
-            count = memory.nbytes() // tensor.element_size()
-            self._base[address] = torch.empty(count, dtype=dtype, device="cpu")
-        with torch.no_grad():
+        with self._mode, torch.no_grad():
+            if address not in self._base:
+                count = memory.nbytes() // tensor.element_size()
+                self._base[address] = torch.empty(count, dtype=dtype, device="cpu")
             return self._base[address].as_strided(
                 tensor.shape, tensor.stride(), tensor.storage_offset()
             )

@@ -13,9 +13,7 @@ _FINISHED = int(Count.FINISHED)
 
 
 @compiled
-def _run(
-    tables: Tables, mode: Mode, placement: np.ndarray, s: Scratch
-) -> tuple[int, int, float]:
+def _run(tables: Tables, mode: Mode, placement: np.ndarray, s: Scratch) -> tuple[int, int, float]:
     """Returns (status, culprit op, step time) of one placement."""
     status, culprit = check_placement(tables, placement, s)
     if status != _OK:
@@ -25,14 +23,14 @@ def _run(
     if status != _OK:
         return status, culprit, np.inf
     step_time = play(tables, mode, s)
-    if s.count[_FINISHED] < placement.shape[0]:
+    if s.counts[_FINISHED] < placement.shape[0]:
         return _DEADLOCK, NONE, np.inf
     walk_memory(tables, mode, s)
     return _OK, NONE, step_time
 
 
 @compiled
-def run_batch(  # noqa: PLR0913 - a thread's share of a batch
+def run_batch(  # noqa: PLR0913, PLR0917 - a thread's share of a batch
     tables: Tables,
     mode: Mode,
     placements: np.ndarray,

@@ -13,8 +13,8 @@ _HEAP = int(Count.HEAP)
 @compiled
 def push_event(s: Scratch, time: float, item: int) -> None:
     """Adds an event."""
-    at = s.count[_HEAP]
-    s.count[_HEAP] = at + 1
+    at = s.counts[_HEAP]
+    s.counts[_HEAP] = at + 1
     while at > 0:
         parent = (at - 1) >> 1
         if s.heap[parent].time <= time:
@@ -30,8 +30,8 @@ def push_event(s: Scratch, time: float, item: int) -> None:
 def pop_event(s: Scratch) -> int:
     """Removes an event of the earliest time and returns its item."""
     top = s.heap[0].item
-    size = s.count[_HEAP] - 1
-    s.count[_HEAP] = size
+    size = s.counts[_HEAP] - 1
+    s.counts[_HEAP] = size
     time, item = s.heap[size].time, s.heap[size].item
     at, child = 0, 1
     while child < size:

@@ -36,14 +36,12 @@ def _look_at(s: Scratch, device: int) -> None:
     """Notes that a device may be able to start an op in this round."""
     if s.devices[device].is_dirty == 0:
         s.devices[device].is_dirty = 1
-        s.devices[s.count[_DIRTY]].listed = device
-        s.count[_DIRTY] += 1
+        s.devices[s.counts[_DIRTY]].listed = device
+        s.counts[_DIRTY] += 1
 
 
 @compiled
-def _consider(
-    tables: Tables, mode: Mode, s: Scratch, op: int, now: float
-) -> None:
+def _consider(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> None:
     """Lets an op arrive if nothing is awaited and it is issued; schedules its issue if later."""
     if s.ops[op].pending > 0:
         return
@@ -61,9 +59,7 @@ def _consider(
 
 
 @compiled
-def _advance_host(
-    tables: Tables, mode: Mode, s: Scratch, host: int, now: float
-) -> None:
+def _advance_host(tables: Tables, mode: Mode, s: Scratch, host: int, now: float) -> None:
     """Issues ops from now on, until the host must wait for one (a sync op) or is through."""
     time = now
     op = s.devices[host].host_op
@@ -106,12 +102,10 @@ def _request(tables: Tables, mode: Mode, s: Scratch, transfer: int, now: float) 
 
 
 @compiled
-def _end_compute(
-    tables: Tables, mode: Mode, s: Scratch, op: int, now: float
-) -> None:
+def _end_compute(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> None:
     device = s.ops[op].device
     s.devices[device].running = NONE
-    s.count[_FINISHED] += 1
+    s.counts[_FINISHED] += 1
     _look_at(s, device)
     if mode.order == _READY:
         for tensor in range(tables.ops[op].first_output, tables.ops[op + 1].first_output):
@@ -130,7 +124,9 @@ def _deliver(
     now: float,
 ) -> None:  # fmt: skip
     """The tensor is on the device: its readers there wait for one thing less."""
-    for use in range(tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer):
+    for use in range(
+        tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
+    ):
         reader = tables.consumers[use]
         if s.ops[reader].device == device:
             s.ops[reader].pending -= 1
@@ -141,7 +137,7 @@ def _deliver(
 @compiled
 def _apply(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
     """Applies every event of this time."""
-    while s.count[_HEAP] > 0 and s.heap[0].time == now:
+    while s.counts[_HEAP] > 0 and s.heap[0].time == now:
         item = pop_event(s)
         kind = item & 3
         index = item >> 2
@@ -200,7 +196,7 @@ def _start_when_ready(tables: Tables, s: Scratch, device: int, now: float) -> No
 
 @compiled
 def _start_transfers(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
-    for index in range(s.count[_OFFERS]):
+    for index in range(s.counts[_OFFERS]):
         transfer = s.offers[index]
         if s.transfers[transfer].start != np.inf:
             continue
@@ -213,20 +209,20 @@ def _start_transfers(tables: Tables, mode: Mode, s: Scratch, now: float) -> None
         bandwidth = tables.pairs[route_of(tables, s, transfer)].bandwidth
         s.transfers[transfer].end = now + size / bandwidth
         push_event(s, s.transfers[transfer].end, transfer * 4 + _TRANSFER_END)
-    s.count[_OFFERS] = 0
+    s.counts[_OFFERS] = 0
 
 
 @compiled
 def _start(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
     """Starts what can start at this time."""
-    for index in range(s.count[_DIRTY]):
+    for index in range(s.counts[_DIRTY]):
         device = s.devices[index].listed
         s.devices[device].is_dirty = 0
         if mode.order == _READY:
             _start_when_ready(tables, s, device, now)
         else:
             _start_in_program_order(tables, s, device, now)
-    s.count[_DIRTY] = 0
+    s.counts[_DIRTY] = 0
     _start_transfers(tables, mode, s, now)
 
 
@@ -246,7 +242,7 @@ def _open(tables: Tables, mode: Mode, s: Scratch) -> None:
         state.is_dirty = 0
         state.host_op = state.head if mode.host != _ONE else NONE
     for counter in (_HEAP, _DIRTY, _OFFERS, _FINISHED):
-        s.count[counter] = 0
+        s.counts[counter] = 0
     open_queues(tables, mode, s)
     if mode.host == _ONE:
         s.devices[0].host_op = 0
@@ -260,7 +256,7 @@ def play(tables: Tables, mode: Mode, s: Scratch) -> float:
     _open(tables, mode, s)
     now = 0.0
     _start(tables, mode, s, now)
-    while s.count[_HEAP] > 0:
+    while s.counts[_HEAP] > 0:
         now = s.heap[0].time
         _apply(tables, mode, s, now)
         _start(tables, mode, s, now)

@@ -48,20 +48,18 @@ def list_ops(tables: Tables, placement: np.ndarray, s: Scratch) -> None:
 @compiled
 def _add_transfer(s: Scratch, begin: int, tensor: int, source: int, target: int) -> None:
     """Inserts a transfer of a tensor, by target, among those of the tensor since begin."""
-    at = s.count[_TRANSFERS]
-    s.count[_TRANSFERS] = at + 1
+    at = s.counts[_TRANSFERS]
+    s.counts[_TRANSFERS] = at + 1
     while at > begin and s.transfers[at - 1].target > target:
         s.transfers[at].target = s.transfers[at - 1].target
         at -= 1
     s.transfers[at].target = target
-    s.transfers[s.count[_TRANSFERS] - 1].tensor = tensor
-    s.transfers[s.count[_TRANSFERS] - 1].source = source
+    s.transfers[s.counts[_TRANSFERS] - 1].tensor = tensor
+    s.transfers[s.counts[_TRANSFERS] - 1].source = source
 
 
 @compiled
-def make_transfers(
-    tables: Tables, mode: Mode, s: Scratch
-) -> tuple[int, int]:
+def make_transfers(tables: Tables, mode: Mode, s: Scratch) -> tuple[int, int]:
     """Makes one transfer per (tensor, device that lacks it) and counts what each op waits for.
 
     Under program order an op need not wait for its own device's earlier ops: the stream does.
@@ -71,14 +69,16 @@ def make_transfers(
         s.ops[op].pending = 0
     for device in range(num_devices):
         s.devices[device].stamp = NONE
-    s.count[_TRANSFERS] = 0
+    s.counts[_TRANSFERS] = 0
     wait_local = 1 if mode.order == _READY else 0
     for op in range(tables.cost.shape[0]):
         source = s.ops[op].device
-        s.ops[op].first_transfer = s.count[_TRANSFERS]
+        s.ops[op].first_transfer = s.counts[_TRANSFERS]
         for tensor in range(tables.ops[op].first_output, tables.ops[op + 1].first_output):
-            begin = s.count[_TRANSFERS]
-            for use in range(tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer):
+            begin = s.counts[_TRANSFERS]
+            for use in range(
+                tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
+            ):
                 reader = tables.consumers[use]
                 target = s.ops[reader].device
                 if target == source:
@@ -90,5 +90,5 @@ def make_transfers(
                     if tables.pairs[source * num_devices + target].reachable == 0:
                         return _UNREACHABLE, op
                     _add_transfer(s, begin, tensor, source, target)
-    s.ops[tables.cost.shape[0]].first_transfer = s.count[_TRANSFERS]
+    s.ops[tables.cost.shape[0]].first_transfer = s.counts[_TRANSFERS]
     return _OK, NONE

@@ -1,7 +1,5 @@
 """Peak allocated bytes per device, walked in the order in which the host issues the ops."""
 
-import numpy as np
-
 from simcore.kernel.compiled import compiled
 from simcore.kernel.records import NONE, Mode, Order, Scratch, Tables
 
@@ -71,7 +69,9 @@ def _place_storages(tables: Tables, mode: Mode, s: Scratch) -> None:
 @compiled
 def _step(tables: Tables, s: Scratch, device: int, op: int) -> None:
     s.devices[device].current += s.ops[op].allocate
-    s.devices[device].peak = max(s.devices[device].peak, s.devices[device].current + tables.ops[op].workspace)
+    s.devices[device].peak = max(
+        s.devices[device].peak, s.devices[device].current + tables.ops[op].workspace
+    )
     s.devices[device].current -= s.ops[op].release
 
 

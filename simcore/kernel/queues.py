@@ -18,7 +18,7 @@ _OFFERS, _TRANSFERS = int(Count.OFFERS), int(Count.TRANSFERS)
 def route_of(tables: Tables, s: Scratch, transfer: int) -> int:
     """Returns the pair (source, target) of a transfer."""
     state = s.transfers[transfer]
-    return state.source * tables.cost.shape[1] + state.target
+    return int(state.source * tables.cost.shape[1] + state.target)
 
 
 @compiled
@@ -27,7 +27,7 @@ def num_resources(tables: Tables, mode: Mode, s: Scratch, transfer: int) -> int:
     if mode.contention == _PORT:
         return 1
     pair = route_of(tables, s, transfer)
-    return tables.pairs[pair + 1].first_hop - tables.pairs[pair].first_hop + 1
+    return int(tables.pairs[pair + 1].first_hop - tables.pairs[pair].first_hop + 1)
 
 
 @compiled
@@ -43,8 +43,8 @@ def _resource(tables: Tables, s: Scratch, transfer: int, position: int) -> int:
 @compiled
 def offer(s: Scratch, transfer: int) -> None:
     """Notes that a transfer may be able to start in this round."""
-    s.offers[s.count[_OFFERS]] = transfer
-    s.count[_OFFERS] += 1
+    s.offers[s.counts[_OFFERS]] = transfer
+    s.counts[_OFFERS] += 1
 
 
 @compiled
@@ -111,7 +111,7 @@ def open_queues(tables: Tables, mode: Mode, s: Scratch) -> None:
     for resource in range(s.queues.shape[0]):
         s.queues[resource].head = NONE
         s.queues[resource].tail = NONE
-    num_transfers = s.count[_TRANSFERS]
+    num_transfers = s.counts[_TRANSFERS]
     for transfer in range(num_transfers):
         s.transfers[transfer].num_heads = 0
         s.transfers[transfer].latency_over = 0

@@ -9,10 +9,12 @@ time and reference counting, a field of a record costs neither.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+Records: TypeAlias = Any  # an array of records; their fields have no static type
 
 NONE = -1
 
@@ -60,7 +62,7 @@ class Kind(IntEnum):
 
 
 class Count(IntEnum):
-    """Cells of Scratch.count."""
+    """Cells of Scratch.counts."""
 
     HEAP = 0
     DIRTY = 1
@@ -114,16 +116,16 @@ PAIR = np.dtype(
 class Tables(NamedTuple):
     """One lowered problem: everything that does not depend on the placement."""
 
-    cost: np.ndarray  # COST [op, dev]
-    ops: np.ndarray  # OP [op + 1]
-    tensors: np.ndarray  # TENSOR [tensor + 1]
+    cost: Records  # COST [op, dev]
+    ops: Records  # OP [op + 1]
+    tensors: Records  # TENSOR [tensor + 1]
     consumers: NDArray[np.int64]  # [use] ops, ascending within a tensor
     first_touch: NDArray[np.int64]  # [storage + 1] offsets into touches; none if persistent
-    touches: np.ndarray  # TOUCH [touch] ops ascending within a storage, bytes of the tensor touched
+    touches: Records  # TOUCH [touch] ops ascending within a storage, bytes of the tensor touched
     first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per persistent storage
     holders: NDArray[np.int64]  # [...] ops that need the storage on their device
     held_bytes: NDArray[np.int64]  # [held] bytes
-    pairs: np.ndarray  # PAIR [pair + 1]
+    pairs: Records  # PAIR [pair + 1]
     hops: NDArray[np.int64]  # [hop] channel ids
     num_units: int
     num_channels: int
@@ -186,15 +188,15 @@ EVENT = np.dtype([("time", np.float64), ("item", np.int64)])  # item = id * 4 + 
 class Scratch(NamedTuple):
     """Working memory of one thread, reused for every plan; after a run, the trace of the last."""
 
-    ops: np.ndarray  # OP_STATE [op + 1]
-    devices: np.ndarray  # DEVICE_STATE [dev + 1]
-    transfers: np.ndarray  # TRANSFER_STATE [transfer]
-    nodes: np.ndarray  # NODE [transfer * max_resources]
-    queues: np.ndarray  # QUEUE [resource]
-    heap: np.ndarray  # EVENT [event]
+    ops: Records  # OP_STATE [op + 1]
+    devices: Records  # DEVICE_STATE [dev + 1]
+    transfers: Records  # TRANSFER_STATE [transfer]
+    nodes: Records  # NODE [transfer * max_resources]
+    queues: Records  # QUEUE [resource]
+    heap: Records  # EVENT [event]
     offers: NDArray[np.int64]  # stack of transfers that may start in this round
     unit_device: NDArray[np.int64]  # [unit]
-    count: NDArray[np.int64]  # [Count]
+    counts: NDArray[np.int64]  # [Count]
 
 
 class Outcome(NamedTuple):
@@ -232,5 +234,5 @@ def make_scratch(tables: Tables) -> Scratch:
         heap=np.zeros(num_ops + transfers + 2 * num_devices, EVENT),
         offers=np.zeros(transfers * (tables.max_resources + 1), np.int64),
         unit_device=np.zeros(tables.num_units, np.int64),
-        count=np.zeros(int(Count.SIZE), np.int64),
+        counts=np.zeros(int(Count.SIZE), np.int64),
     )

@@ -125,7 +125,7 @@ _LANGUAGE = (
         summary="GNMT v2: 4 encoder and 4 decoder LSTM layers of 1024, attention",
         factory="gnmt:gnmt_4",
         default_job=Job(batch=256, sequence_length=50, optimizer="adam"),
-        reason="usual length cut and batch; 8 GiB: fits one 16 GB GPU, barely",
+        reason="usual length cut and batch; 8 GiB: fits one 16 GB GPU",
         parameters=160_671_297,
         sizes=(2, 512),
     ),

@@ -1,0 +1,208 @@
+"""The placement space: which device each unit may use, what a placement costs, estimates to plan by.
+
+Axes: unit (what a placement decides), dev, plan.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agents.planners.recorder import Budget, Recorder, Scores
+from simcore.errors import PlanError
+from simcore.graph import OpClass, OpGraph, Phase
+from simcore.lower import Problem
+from simcore.profile import load_profile
+from simcore.simulation import simulate_batch
+from simcore.units import format_bytes
+
+
+class Planner(Protocol):
+    """One strategy: proposes placements of a space until it has no more ideas or no budget."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+
+    def search(
+        self,
+        space: "PlacementSpace",
+        rng: np.random.Generator,
+        budget: Budget,
+        recorder: Recorder,
+    ) -> None:
+        """Proposes placements through `recorder.evaluate`; all it draws comes from `rng`."""
+
+
+class Overflow(NamedTuple):
+    """The device that a placement fills most beyond its capacity."""
+
+    device: str
+    reserved: int  # bytes it needs
+    capacity: int  # bytes it has
+
+    def __str__(self) -> str:
+        over = self.reserved - self.capacity
+        return (
+            f"needs {format_bytes(self.reserved)} on {self.device}, which has "
+            f"{format_bytes(self.capacity)}: {format_bytes(over)} ({over} bytes) too much"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacementSpace:
+    """All placements of a problem that the user's constraints allow."""
+
+    problem: Problem
+    allowed: NDArray[np.bool_]  # [unit, dev]
+    devices: tuple[int, ...]  # the GPUs that may be used; all devices where there is no GPU
+    order: NDArray[np.int32]  # [unit] units by their first op that computes
+    work: NDArray[np.float64]  # [unit, dev] s of the unit's ops, inf where it may not run
+    default: NDArray[np.int32]  # [unit] where it goes if a strategy's choice is not allowed
+    memory: NDArray[np.float64]  # [unit] bytes it keeps on its device through most of the step
+    room: NDArray[np.float64]  # [dev] bytes of kept memory that fit, estimated
+
+    @classmethod
+    def build(
+        cls,
+        problem: Problem,
+        *,
+        pins: Mapping[int, int] | None = None,
+        exclude: Collection[int] = (),
+    ) -> "PlacementSpace":
+        """Returns the space of a problem.
+
+        Args:
+            problem: the lowered problem.
+            pins: unit -> device.
+            exclude: devices that nothing may run on.
+
+        Raises:
+            PlanError: a unit has no device left.
+        """
+        supported = problem.supported
+        allowed = supported.copy()
+        allowed[:, list(exclude)] = False
+        for unit, device in (pins or {}).items():
+            allowed[unit, np.arange(allowed.shape[1]) != device] = False
+        _check(problem, supported, allowed)
+        work = np.zeros(allowed.shape)
+        np.add.at(work, problem.graph.unit, problem.tables.cost["duration"])
+        work[~allowed] = np.inf
+        devices = _spread_over(problem, set(exclude))
+        memory, extra = _kept_memory(problem)
+        growth = 1.0 + problem.fragmentation
+        return cls(
+            problem=problem,
+            allowed=allowed,
+            devices=devices,
+            order=_program_order(problem.graph),
+            work=work,
+            default=_defaults(work, devices),
+            memory=memory,
+            room=np.maximum((problem.capacity - problem.context) / growth - extra, 0.0),
+        )
+
+    @property
+    def num_units(self) -> int:
+        """Number of placement units."""
+        return self.allowed.shape[0]
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the cluster, those that may not be used included."""
+        return self.allowed.shape[1]
+
+    def evaluate(self, unit_placements: NDArray[np.integer]) -> Scores:
+        """Simulates placements, int [plan, unit]; the result does not depend on the threads."""
+        outcome = simulate_batch(self.problem, self.problem.expand(unit_placements))
+        return Scores(outcome.step_time, outcome.overflow, outcome.status)
+
+    def repair(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:
+        """Returns the placements, [..., unit], with every unit that may not be there moved."""
+        fits = self.allowed[np.arange(self.num_units), unit_placements]
+        return np.where(fits, unit_placements, self.default).astype(np.int32)
+
+    def overflow(self, unit_placement: NDArray[np.integer]) -> Overflow | None:
+        """Returns where a placement, [unit], does not fit; None where it does."""
+        outcome = simulate_batch(self.problem, self.problem.expand(unit_placement[None]))
+        over = outcome.reserved[0] - self.problem.capacity
+        device = int(over.argmax())
+        if over[device] <= 0:
+            return None
+        name = self.problem.cluster.devices[device].name
+        return Overflow(
+            name, int(outcome.reserved[0, device]), int(self.problem.capacity[device])
+        )
+
+
+def _check(
+    problem: Problem, supported: NDArray[np.bool_], allowed: NDArray[np.bool_]
+) -> None:
+    """Refuses a unit without a device."""
+    lost = np.flatnonzero(~allowed.any(axis=1))
+    if not len(lost):
+        return
+    unit = int(lost[0])
+    name = problem.graph.unit_names[unit]
+    where = [d.name for d, ok in zip(problem.cluster.devices, supported[unit], strict=True) if ok]
+    if not where:
+        raise PlanError(f"op {name!r} can run on no device of {problem.cluster.name}")
+    raise PlanError(f"op {name!r} can run on {', '.join(where)} only, which is not allowed")
+
+
+def _spread_over(problem: Problem, exclude: set[int]) -> tuple[int, ...]:
+    """Returns the devices that simple strategies use: no CPU where there is a GPU."""
+    kinds = [device.kind for device in problem.cluster.devices]
+    left = [device for device in range(len(kinds)) if device not in exclude]
+    gpus = [device for device in left if not load_profile(kinds[device]).is_cpu]
+    return tuple(gpus or left)
+
+
+def _program_order(graph: OpGraph) -> NDArray[np.int32]:
+    """Returns units by their first op that is no graph input: inputs may come long before."""
+    first = np.full(graph.num_units, graph.num_ops, np.int64)
+    computes = np.flatnonzero(graph.op_class != OpClass.INPUT)
+    np.minimum.at(first, graph.unit[computes], computes)
+    return np.argsort(first, kind="stable").astype(np.int32)
+
+
+def _defaults(work: NDArray[np.float64], devices: tuple[int, ...]) -> NDArray[np.int32]:
+    """Returns each unit's fastest device, among those that strategies spread over if it may."""
+    preferred = np.full(work.shape, np.inf)
+    preferred[:, list(devices)] = work[:, list(devices)]
+    preferred = np.where(np.isinf(preferred).all(axis=1)[:, None], work, preferred)
+    return preferred.argmin(axis=1).astype(np.int32)
+
+
+def _kept_memory(problem: Problem) -> tuple[NDArray[np.float64], float]:
+    """Returns bytes that each unit keeps, [unit], and the bytes of what comes and goes.
+
+    Kept are parameters, optimizer state, activations that the backward reads again and gradients
+    that wait for the update. How much more there is at the peak is taken from a simulation of all
+    units on one device.
+    """
+    graph, tables = problem.graph, problem.tables
+    kept = np.zeros(graph.num_ops)
+    kept += tables.ops["resident"][:-1]
+    np.add.at(kept, tables.holders, np.repeat(tables.held_bytes, np.diff(tables.first_holder)))
+    first, touches = tables.first_touch, tables.touches
+    for storage in np.flatnonzero(np.diff(first) > 0):
+        begin, end = first[storage], first[storage + 1]
+        writer, last = touches["op"][begin], touches["op"][end - 1]
+        if _era(graph.phase[writer]) < _era(graph.phase[last]):
+            kept[writer] += touches["size"][begin:end].max()
+    memory = np.bincount(graph.unit, weights=kept, minlength=graph.num_units)
+    whole = np.flatnonzero(problem.supported.all(axis=0))
+    if not len(whole) or not memory.sum():
+        return memory, 0.0
+    placement = np.full((1, graph.num_ops), whole[0], np.int32)
+    peak = float(simulate_batch(problem, placement).allocated[0, whole[0]])
+    return memory * min(1.0, peak / memory.sum()), max(0.0, peak - memory.sum())
+
+
+def _era(phase: int) -> int:
+    """Returns 0 for the forward, 1 for the backward, 2 for the update."""
+    return 0 if phase == Phase.F else 2 if phase == Phase.U else 1
