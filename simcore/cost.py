@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.errors import JobError
+from simcore.errors import GraphError, JobError
 from simcore.graph import FixedCosts, OpClass, OpGraph
 from simcore.job import Job
 from simcore.profile import HardwareProfile, load_profile
@@ -64,10 +64,13 @@ def cost_table(
         batches: samples that one copy of the model sees; None = the graph's own.
 
     Raises:
+        GraphError: a coarse graph, whose groups have no signature; see `Coarse.cost`.
         JobError: a fixed graph at a batch or on a GPU kind that it was not measured at, without
             `Job.assume_linear`.
         ProfileError: a kind, or the kind measured on where seconds are scaled, has no profile.
     """
+    if graph.fixed is None and (graph.op_class == OpClass.GROUP).any():
+        raise GraphError(f"{graph.name}: groups of ops cost what their members do (Coarse.cost)")
     profiles = [load_profile(kind) for kind in kinds]
     costed = _costed(graph)
     source = np.where(costed, CostSource.ROOFLINE, CostSource.ZERO).astype(np.uint8)

@@ -135,8 +135,7 @@ class OpGraph:
     def at_batch(self, batch: int | None) -> Sized:
         """Returns bytes and FLOPs at a batch (None: the graph's own, 1 where it has none).
 
-        A fixed graph's sizes are those of its measured minibatch whatever the batch; where its
-        seconds may be scaled (`Job.assume_linear`), its sizes scale alike.
+        A graph file that was measured at one batch has sizes without a slope: they stay as they are.
 
         Raises:
             GraphError: a size is negative at this batch, or their sum leaves int64.

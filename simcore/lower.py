@@ -9,9 +9,21 @@ from numpy.typing import NDArray
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
-from simcore.graph import OpGraph, Sized
+from simcore.graph import OpGraph, Role, Sized
 from simcore.job import Job
-from simcore.kernel import COST, OP, PAIR, TENSOR, TOUCH, Contention, Host, Mode, Order, Tables
+from simcore.kernel import (
+    COST,
+    OP,
+    PAIR,
+    TENSOR,
+    TOUCH,
+    Contention,
+    Host,
+    Mode,
+    Order,
+    Tables,
+    make_records,
+)
 from simcore.plan import ONE_HOST, Settings
 from simcore.profile import load_profile
 
@@ -69,8 +81,8 @@ class Problem:
         profiles = [load_profile(device.kind) for device in cluster.devices]
         kind = [cost.kinds.index(device.kind) for device in cluster.devices]
         synchronous = np.array([profile.synchronous for profile in profiles], np.bool_)
-        sized = graph.at_batch(batch)
-        costs = np.zeros((graph.num_ops, len(kind)), COST)
+        sized = _sizes(graph, job, batch)
+        costs = make_records((graph.num_ops, len(kind)), COST)
         costs["duration"] = cost.seconds[:, kind, cost.batches.index(batch)]
         if settings.launch == "eager":
             costs["launch"] = cost.launch[:, kind]
@@ -125,20 +137,34 @@ def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
     return job.batch // copies
 
 
+def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
+    """Returns the sizes at a batch; those of a measured minibatch scale with its seconds."""
+    sized = graph.at_batch(batch)
+    measured = None if graph.fixed is None else graph.fixed.batch or job.batch
+    if measured is None or batch in {None, measured} or graph.tensor_bytes[:, 1].any():
+        return sized
+    grows = np.isin(graph.tensor_role, (Role.ACTIVATION, Role.INPUT))
+    scaled = -(-sized.tensor_bytes * batch // measured)
+    tensor_bytes = np.where(grows, scaled, sized.tensor_bytes)
+    storage_bytes = np.zeros_like(sized.storage_bytes)
+    np.maximum.at(storage_bytes, graph.tensor_storage, tensor_bytes)
+    return sized._replace(tensor_bytes=tensor_bytes, storage_bytes=storage_bytes)
+
+
 def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.void]) -> Tables:
     """Returns the kernel's tables; optimizer state and priorities are still missing."""
     num_devices = len(cluster.devices)
     if num_devices > MAX_DEVICES:
         raise PlanError(f"{cluster.name}: {num_devices} devices, at most {MAX_DEVICES}")
-    ops = np.zeros(graph.num_ops + 1, OP)
+    ops = make_records(graph.num_ops + 1, OP)
     ops["first_output"] = graph.first_output
     for key in ("workspace", "resident"):
         ops[key][:-1] = getattr(sized, key)
     ops["unit"][:-1] = graph.unit
-    tensors = np.zeros(graph.num_tensors + 1, TENSOR)
-    tensors["size"][:-1] = sized.tensor_bytes
+    tensors = make_records(graph.num_tensors + 1, TENSOR)
+    tensors["num_bytes"][:-1] = sized.tensor_bytes
     tensors["first_consumer"] = graph.first_consumer
-    pairs = np.zeros(num_devices**2 + 1, PAIR)
+    pairs = make_records(num_devices**2 + 1, PAIR)
     pairs["first_hop"] = cluster.first_hop
     pairs["bandwidth"][:-1] = cluster.route_bandwidth.ravel()
     pairs["latency"][:-1] = cluster.route_latency.ravel()
@@ -174,9 +200,9 @@ def _touches(graph: OpGraph, sized: Sized) -> tuple[NDArray[np.int64], NDArray[n
     tensor, op, storage = tensor[kept], op[kept], storage[kept]
     order = np.lexsort((op, storage))
     first = np.searchsorted(storage[order], np.arange(graph.num_storages + 1)).astype(np.int64)
-    touches = np.zeros(len(order), TOUCH)
+    touches = make_records(len(order), TOUCH)
     touches["op"] = op[order]
-    touches["size"] = sized.tensor_bytes[tensor[order]]
+    touches["num_bytes"] = sized.tensor_bytes[tensor[order]]
     return first, touches
 
 

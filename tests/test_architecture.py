@@ -20,7 +20,9 @@ MAX_FILE_LINES = 400
 MAX_BODY_LINES = 40
 MAX_MEDIAN_BODY_LINES = 8
 
-FILE_EXCEPTIONS: dict[str, int] = {}
+FILE_EXCEPTIONS: dict[str, int] = {
+    "simcore/graph.py": 430,  # the graph and its only builder are one subject
+}
 BODY_EXCEPTIONS: dict[tuple[str, str], int] = {}
 
 MAY_PRINT = re.compile(r"simcore/cli\.py|(simcore|agents|calibration)/commands\.py")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simcore import Cluster, Problem, Settings, simulate_batch
 from simcore.coarsen import Coarse, by_module, fuse, to_at_most
 from simcore.cost import cost_table
 from simcore.errors import GraphError
@@ -71,9 +72,9 @@ class Trainer:
 
     def backward(self) -> None:
         updates = {}
-        for op, inputs, outputs, parameter in reversed(self.layers):
+        for op, read, outputs, parameter in reversed(self.layers):
             arriving = [self.gradients[t] for t in outputs if t in self.gradients]
-            inputs = list(dict.fromkeys(inputs))
+            inputs = list(dict.fromkeys(read))
             weight = [] if parameter is None else [Out(100, role=Role.GRADIENT)]
             back = self.builder.op(
                 f"b{op}", phase=Phase.B, inputs=[*inputs, *arriving], signature=POINTWISE,
@@ -232,7 +233,7 @@ def test_seconds_and_launches_are_conserved(method: str) -> None:
 def test_a_table_of_another_graph_is_refused() -> None:
     graph = seeded_graph(1, 10)
     fine = cost_table(graph, Job(batch=4), ["T4-16GB"], (4,))
-    with pytest.raises(ValueError, match="expected 1[0-9] ops|expected 2[0-9] ops"):
+    with pytest.raises(ValueError, match=r"expected \d+ ops, got \d"):
         to_at_most(graph, 2).cost(to_at_most(graph, 2).cost(fine))
 
 
@@ -279,6 +280,23 @@ def test_the_same_graph_is_grouped_the_same() -> None:
         first, second = (method(seeded_graph(2, 60)) for _ in range(2))
         assert first.graph.content_hash() == second.graph.content_hash()
         assert first.group.tolist() == second.group.tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_device_takes_as_long_and_needs_no_less_memory(seed: int) -> None:
+    graph, job = seeded_graph(seed, 40), Job(batch=4)
+    coarse = to_at_most(graph, 1)
+    cluster = Cluster.preset("4xV100-NVLink")
+    problem = Problem.build(graph, cluster, job, Settings(launch="graph"))
+    rough = Problem.build(
+        coarse.graph, cluster, job, Settings(launch="graph"), cost=coarse.cost(problem.cost)
+    )
+    device = next(d for d, device in enumerate(cluster.devices) if device.kind.startswith("V100"))
+    devices = np.full((1, 1), device, np.int32)
+    expected = simulate_batch(problem, problem.expand(coarse.expand(devices)))
+    result = simulate_batch(rough, rough.expand(devices))
+    assert result.step_time[0] == pytest.approx(expected.step_time[0], rel=1e-12)
+    assert result.allocated[0, device] >= expected.allocated[0, device]
 
 
 # fuse
@@ -352,7 +370,7 @@ def test_ops_of_no_module_belong_to_the_model() -> None:
 
 @pytest.mark.parametrize("make", [lambda g: by_module(g, -1), lambda g: to_at_most(g, 0)])
 def test_an_impossible_number_is_refused(make: Callable[[OpGraph], Coarse]) -> None:
-    with pytest.raises(GraphError, match="chain: .*must be at least [01], not"):
+    with pytest.raises(GraphError, match=r"chain: .*must be at least [01], not"):
         make(chain(M))
 
 

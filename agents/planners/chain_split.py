@@ -96,10 +96,9 @@ def crossing_time(space: PlacementSpace) -> NDArray[np.float64]:
     fixed = float(latency.mean()) if len(latency) else 0.0
     slope = float(per_byte.mean()) if len(per_byte) else 0.0
     change = np.zeros(space.num_units + 1)
-    size = problem.tables.tensors["size"]
     for (item, forward), length in furthest.items():
         low = begin[item] if forward else begin[item] - length
-        seconds = fixed + size[item] * slope
+        seconds = fixed + space.tensor_bytes[item] * slope
         change[low] += seconds
         change[low + length] -= seconds
     return np.cumsum(change)[:-1]

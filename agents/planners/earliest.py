@@ -24,10 +24,8 @@ class PartialSchedule:
         """
         graph, cluster = space.problem.graph, space.problem.cluster
         self.num_devices = space.num_devices
-        duration = np.where(
-            space.allowed[graph.unit], space.problem.tables.cost["duration"], np.inf
-        )
-        self.duration: list[list[float]] = duration.tolist()  # [op][dev] s
+        self.preferred = frozenset(space.devices)
+        self.duration: list[list[float]] = space.seconds.tolist()  # [op][dev] s
         self.unit: list[int] = graph.unit.tolist()  # [op]
         self.device_of_unit: list[int] = [-1] * space.num_units
         self.end: list[float] = [0.0] * graph.num_ops  # s
@@ -40,7 +38,7 @@ class PartialSchedule:
     def options(self, op: int) -> list[int]:
         """Returns devices the op may go to: its unit's, else those with memory left for the unit.
 
-        Where no device has, the one with most left that can run it.
+        These are GPUs; CPUs where no GPU has memory left, and what has most left where none has.
         """
         placed = self.device_of_unit[self.unit[op]]
         if placed >= 0:
@@ -48,7 +46,11 @@ class PartialSchedule:
         need = self.memory[self.unit[op]]
         able = [d for d in range(self.num_devices) if self.duration[op][d] < math.inf]
         roomy = [d for d in able if self.left[d] >= need]
-        return roomy or [max(able, key=lambda device: self.left[device])]
+        return (
+            [d for d in roomy if d in self.preferred]
+            or roomy
+            or [max(able, key=lambda device: self.left[device])]
+        )
 
     def ready(self, op: int, device: int) -> float:
         """Returns when the last input of an op is on a device, in s."""
@@ -78,10 +80,9 @@ class PartialSchedule:
 def producers(space: PlacementSpace) -> list[list[tuple[int, int]]]:
     """Returns (producer op, bytes) of every input that an op reads, [op]."""
     graph = space.problem.graph
-    size = space.problem.tables.tensors["size"]
     inputs: list[list[tuple[int, int]]] = [[] for _ in range(graph.num_ops)]
     source, target, tensor = graph.edges()
-    columns = (source.tolist(), target.tolist(), size[tensor].tolist())
+    columns = (source.tolist(), target.tolist(), space.tensor_bytes[tensor].tolist())
     for producer, consumer, num_bytes in zip(*columns, strict=True):
         inputs[consumer].append((producer, num_bytes))
     return inputs
@@ -93,7 +94,7 @@ def upward_ranks(space: PlacementSpace, devices: Sequence[int]) -> NDArray[np.fl
     Means are over the devices, and over the pairs of different devices (Topcuoglu et al. 2002).
     """
     problem = space.problem
-    columns = problem.tables.cost["duration"][:, list(devices)]
+    columns = space.seconds[:, list(devices)]
     finite = np.isfinite(columns)
     mean = np.where(finite, columns, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
     apart = [(i, j) for i in devices for j in devices if i != j and problem.cluster.reachable[i, j]]

@@ -1,8 +1,9 @@
-"""Everything on one device, the best of those that can run it all."""
+"""Everything on one device, the best of those that can run it all; a CPU only as the last resort."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace
@@ -10,7 +11,7 @@ from agents.planners.space import PlacementSpace
 
 @dataclass(frozen=True, slots=True)
 class SingleDevice:
-    """Tries every device that may hold all units; the GPUs first."""
+    """Tries every GPU; where there is none, every device."""
 
     name: str = "single_device"
 
@@ -21,8 +22,31 @@ class SingleDevice:
         budget: Budget,
         recorder: Recorder,
     ) -> None:
-        """Scores one placement per device."""
-        whole = np.flatnonzero(space.allowed.all(axis=0)).tolist()
-        devices = sorted(whole, key=lambda device: (device not in space.devices, device))
-        placements = np.repeat(np.array(devices, np.int32)[:, None], space.num_units, axis=1)
-        recorder.evaluate(self.name, placements, budget)
+        """Scores one placement per device that may hold all units."""
+        whole = space.allowed.all(axis=0)
+        devices = [device for device in space.devices if whole[device]]
+        recorder.evaluate(self.name, _on_one(space, devices), budget)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOnly:
+    """Tries every CPU, where no placement that fits is known: slow, but it may have the memory."""
+
+    name: str = "cpu_only"
+
+    def search(
+        self,
+        space: PlacementSpace,
+        rng: np.random.Generator,
+        budget: Budget,
+        recorder: Recorder,
+    ) -> None:
+        """Scores one placement per CPU that may hold all units."""
+        if recorder.best is None:
+            whole = np.flatnonzero(space.allowed.all(axis=0)).tolist()
+            cpus = [device for device in whole if device not in space.devices]
+            recorder.evaluate(self.name, _on_one(space, cpus), budget)
+
+
+def _on_one(space: PlacementSpace, devices: list[int]) -> NDArray[np.int32]:
+    return np.repeat(np.array(devices, np.int32)[:, None], space.num_units, axis=1)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from agents.planners.recorder import Budget, Recorder, Scores
 from simcore.errors import PlanError
-from simcore.graph import OpClass, OpGraph, Phase
+from simcore.graph import OpClass, OpGraph, Phase, Sized
 from simcore.lower import Problem
 from simcore.profile import load_profile
 from simcore.simulation import simulate_batch
@@ -59,8 +59,10 @@ class PlacementSpace:
     allowed: NDArray[np.bool_]  # [unit, dev]
     devices: tuple[int, ...]  # the GPUs that may be used; all devices where there is no GPU
     order: NDArray[np.int32]  # [unit] units by their first op that computes
+    seconds: NDArray[np.float64]  # [op, dev] inf where its unit may not run
     work: NDArray[np.float64]  # [unit, dev] s of the unit's ops, inf where it may not run
     default: NDArray[np.int32]  # [unit] where it goes if a strategy's choice is not allowed
+    tensor_bytes: NDArray[np.int64]  # [tensor]
     memory: NDArray[np.float64]  # [unit] bytes it keeps on its device through most of the step
     room: NDArray[np.float64]  # [dev] bytes of kept memory that fit, estimated
 
@@ -88,19 +90,22 @@ class PlacementSpace:
         for unit, device in (pins or {}).items():
             allowed[unit, np.arange(allowed.shape[1]) != device] = False
         _check(problem, supported, allowed)
+        seconds = np.where(allowed[problem.graph.unit], _seconds(problem), np.inf)
         work = np.zeros(allowed.shape)
-        np.add.at(work, problem.graph.unit, problem.tables.cost["duration"])
-        work[~allowed] = np.inf
+        np.add.at(work, problem.graph.unit, seconds)
         devices = _spread_over(problem, set(exclude))
-        memory, extra = _kept_memory(problem)
+        sized = problem.graph.at_batch(problem.batch)
+        memory, extra = _kept_memory(problem, sized)
         growth = 1.0 + problem.fragmentation
         return cls(
             problem=problem,
             allowed=allowed,
             devices=devices,
             order=_program_order(problem.graph),
+            seconds=seconds,
             work=work,
             default=_defaults(work, devices),
+            tensor_bytes=sized.tensor_bytes,
             memory=memory,
             room=np.maximum((problem.capacity - problem.context) / growth - extra, 0.0),
         )
@@ -177,24 +182,30 @@ def _defaults(work: NDArray[np.float64], devices: tuple[int, ...]) -> NDArray[np
     return preferred.argmin(axis=1).astype(np.int32)
 
 
-def _kept_memory(problem: Problem) -> tuple[NDArray[np.float64], float]:
+def _seconds(problem: Problem) -> NDArray[np.float64]:
+    """Returns the seconds of every op on every device, [op, dev]."""
+    cost = problem.cost
+    kinds = [cost.kinds.index(device.kind) for device in problem.cluster.devices]
+    return cost.seconds[:, kinds, cost.batches.index(problem.batch)]
+
+
+def _kept_memory(problem: Problem, sized: Sized) -> tuple[NDArray[np.float64], float]:
     """Returns bytes that each unit keeps, [unit], and the bytes of what comes and goes.
 
     Kept are parameters, optimizer state, activations that the backward reads again and gradients
     that wait for the update. How much more there is at the peak is taken from a simulation of all
     units on one device.
     """
-    graph, tables = problem.graph, problem.tables
-    kept = np.zeros(graph.num_ops)
-    kept += tables.ops["resident"][:-1]
-    np.add.at(kept, tables.holders, np.repeat(tables.held_bytes, np.diff(tables.first_holder)))
-    first, touches = tables.first_touch, tables.touches
-    for storage in np.flatnonzero(np.diff(first) > 0):
-        begin, end = first[storage], first[storage + 1]
-        writer, last = touches["op"][begin], touches["op"][end - 1]
-        if _era(graph.phase[writer]) < _era(graph.phase[last]):
-            kept[writer] += touches["size"][begin:end].max()
+    graph = problem.graph
+    kept = sized.resident + graph.elements * float(problem.job.state_bytes_per_element())
+    reader = graph.consumers
+    tensor = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
+    held = graph.tensor_producer[tensor] < 0
+    holder = np.unique(np.stack([graph.unit[reader[held]], graph.tensor_storage[tensor[held]]]), axis=1)
     memory = np.bincount(graph.unit, weights=kept, minlength=graph.num_units)
+    np.add.at(memory, holder[0], sized.storage_bytes[holder[1]])
+    writer, storages = _long_lived(graph, tensor)
+    np.add.at(memory, graph.unit[writer], sized.storage_bytes[storages])
     whole = np.flatnonzero(problem.supported.all(axis=0))
     if not len(whole) or not memory.sum():
         return memory, 0.0
@@ -203,6 +214,15 @@ def _kept_memory(problem: Problem) -> tuple[NDArray[np.float64], float]:
     return memory * min(1.0, peak / memory.sum()), max(0.0, peak - memory.sum())
 
 
-def _era(phase: int) -> int:
-    """Returns 0 for the forward, 1 for the backward, 2 for the update."""
-    return 0 if phase == Phase.F else 2 if phase == Phase.U else 1
+def _long_lived(
+    graph: OpGraph, tensor_of_use: NDArray[np.integer]
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    """Returns (first writer, storage) of what is read in a later phase than it is written in."""
+    written = np.flatnonzero(graph.tensor_producer >= 0)
+    first = np.full(graph.num_storages, graph.num_ops - 1, np.int64)
+    np.minimum.at(first, graph.tensor_storage[written], graph.tensor_producer[written])
+    last = np.zeros(graph.num_storages, np.int64)
+    np.maximum.at(last, graph.tensor_storage[tensor_of_use], graph.consumers)
+    era = np.where(graph.phase == Phase.F, 0, np.where(graph.phase == Phase.U, 2, 1))
+    kept = np.flatnonzero((era[first] < era[last]) & ~graph.persistent_storage)
+    return first[kept], kept

@@ -20,6 +20,7 @@ with keyed_cache():
         Status,
         Tables,
         make_outcome,
+        make_records,
         make_scratch,
     )
 
@@ -39,6 +40,7 @@ __all__ = [
     "Status",
     "Tables",
     "make_outcome",
+    "make_records",
     "make_scratch",
     "run_batch",
 ]

@@ -20,19 +20,19 @@ def push_event(s: Scratch, time: float, item: int) -> None:
         if s.heap[parent].time <= time:
             break
         s.heap[at].time = s.heap[parent].time
-        s.heap[at].item = s.heap[parent].item
+        s.heap[at].payload = s.heap[parent].payload
         at = parent
     s.heap[at].time = time
-    s.heap[at].item = item
+    s.heap[at].payload = item
 
 
 @compiled
 def pop_event(s: Scratch) -> int:
     """Removes an event of the earliest time and returns its item."""
-    top = s.heap[0].item
+    top = s.heap[0].payload
     size = s.counts[_HEAP] - 1
     s.counts[_HEAP] = size
-    time, item = s.heap[size].time, s.heap[size].item
+    time, item = s.heap[size].time, s.heap[size].payload
     at, child = 0, 1
     while child < size:
         if child + 1 < size and s.heap[child + 1].time < s.heap[child].time:
@@ -40,11 +40,11 @@ def pop_event(s: Scratch) -> int:
         if s.heap[child].time >= time:
             break
         s.heap[at].time = s.heap[child].time
-        s.heap[at].item = s.heap[child].item
+        s.heap[at].payload = s.heap[child].payload
         at = child
         child = 2 * at + 1
     s.heap[at].time = time
-    s.heap[at].item = item
+    s.heap[at].payload = item
     return top
 
 

@@ -45,7 +45,7 @@ def _consider(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> No
     """Lets an op arrive if nothing is awaited and it is issued; schedules its issue if later."""
     if s.ops[op].pending > 0:
         return
-    device = s.ops[op].device
+    device = s.ops[op].place
     if mode.order != _READY:
         if s.devices[device].head == op:
             _look_at(s, device)
@@ -64,7 +64,7 @@ def _advance_host(tables: Tables, mode: Mode, s: Scratch, host: int, now: float)
     time = now
     op = s.devices[host].host_op
     while op != NONE:
-        device = s.ops[op].device
+        device = s.ops[op].place
         time = time + tables.cost[op, device].launch
         s.ops[op].issue = time
         _consider(tables, mode, s, op, now)
@@ -86,7 +86,7 @@ def _request(tables: Tables, mode: Mode, s: Scratch, transfer: int, now: float) 
     pair = tables.pairs[route_of(tables, s, transfer)]
     over = now + pair.latency
     if mode.contention == _FREE:
-        end = over + tables.tensors[s.transfers[transfer].tensor].size / pair.bandwidth
+        end = over + tables.tensors[s.transfers[transfer].tensor].num_bytes / pair.bandwidth
         if end > over:
             s.transfers[transfer].start = over
             s.transfers[transfer].end = end
@@ -103,7 +103,7 @@ def _request(tables: Tables, mode: Mode, s: Scratch, transfer: int, now: float) 
 
 @compiled
 def _end_compute(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> None:
-    device = s.ops[op].device
+    device = s.ops[op].place
     s.devices[device].running = NONE
     s.counts[_FINISHED] += 1
     _look_at(s, device)
@@ -128,7 +128,7 @@ def _deliver(
         tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
     ):
         reader = tables.consumers[use]
-        if s.ops[reader].device == device:
+        if s.ops[reader].place == device:
             s.ops[reader].pending -= 1
             if s.ops[reader].pending == 0:
                 _consider(tables, mode, s, reader, now)
@@ -154,7 +154,7 @@ def _apply(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
         elif mode.order == _READY:
             _consider(tables, mode, s, index, now)
         else:
-            _look_at(s, s.ops[index].device)
+            _look_at(s, s.ops[index].place)
 
 
 @compiled
@@ -204,7 +204,7 @@ def _start_transfers(tables: Tables, mode: Mode, s: Scratch, now: float) -> None
             tables, mode, s, transfer
         ):
             continue
-        size = tables.tensors[s.transfers[transfer].tensor].size
+        size = tables.tensors[s.transfers[transfer].tensor].num_bytes
         s.transfers[transfer].start = now
         bandwidth = tables.pairs[route_of(tables, s, transfer)].bandwidth
         s.transfers[transfer].end = now + size / bandwidth

@@ -37,7 +37,7 @@ def list_ops(tables: Tables, placement: np.ndarray, s: Scratch) -> None:
         s.devices[device].slot = 0
     for op in range(tables.cost.shape[0] - 1, -1, -1):
         device = int(placement[op])
-        s.ops[op].device = device
+        s.ops[op].place = device
         s.ops[op].next_op = s.devices[device].head
         s.devices[device].head = op
         s.devices[device + 1].slot += 1
@@ -72,7 +72,7 @@ def make_transfers(tables: Tables, mode: Mode, s: Scratch) -> tuple[int, int]:
     s.counts[_TRANSFERS] = 0
     wait_local = 1 if mode.order == _READY else 0
     for op in range(tables.cost.shape[0]):
-        source = s.ops[op].device
+        source = s.ops[op].place
         s.ops[op].first_transfer = s.counts[_TRANSFERS]
         for tensor in range(tables.ops[op].first_output, tables.ops[op + 1].first_output):
             begin = s.counts[_TRANSFERS]
@@ -80,7 +80,7 @@ def make_transfers(tables: Tables, mode: Mode, s: Scratch) -> tuple[int, int]:
                 tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
             ):
                 reader = tables.consumers[use]
-                target = s.ops[reader].device
+                target = s.ops[reader].place
                 if target == source:
                     s.ops[reader].pending += wait_local
                     continue

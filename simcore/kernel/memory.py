@@ -22,12 +22,12 @@ def _hold_persistent(tables: Tables, s: Scratch) -> None:
         s.devices[device].stamp = NONE
     for held in range(tables.held_bytes.shape[0]):
         for use in range(tables.first_holder[held], tables.first_holder[held + 1]):
-            device = s.ops[tables.holders[use]].device
+            device = s.ops[tables.holders[use]].place
             if s.devices[device].stamp != held:
                 s.devices[device].stamp = held
                 s.devices[device].current += tables.held_bytes[held]
     for op in range(tables.cost.shape[0]):
-        s.devices[s.ops[op].device].current += tables.ops[op].resident
+        s.devices[s.ops[op].place].current += tables.ops[op].resident
     for device in range(num_devices):
         s.devices[device].peak = s.devices[device].current
 
@@ -45,8 +45,8 @@ def _place_storages(tables: Tables, mode: Mode, s: Scratch) -> None:
         num_devices = 0
         for touch in range(tables.first_touch[storage], tables.first_touch[storage + 1]):
             op = tables.touches[touch].op
-            device = s.ops[op].device
-            size = tables.touches[touch].size
+            device = s.ops[op].place
+            size = tables.touches[touch].num_bytes
             if s.devices[device].stamp != storage:
                 s.devices[device].stamp = storage
                 s.devices[num_devices].listed = device
@@ -82,7 +82,7 @@ def walk_memory(tables: Tables, mode: Mode, s: Scratch) -> None:
     _place_storages(tables, mode, s)
     if mode.order != _READY:
         for op in range(tables.cost.shape[0]):
-            _step(tables, s, s.ops[op].device, op)
+            _step(tables, s, s.ops[op].place, op)
         return
     for device in range(tables.cost.shape[1]):
         base = s.devices[device].slot

@@ -5,7 +5,8 @@ num_dev + target), hop (a channel of a route), transfer (one tensor to one devic
 channel, or a device's out-engine), node (a transfer's place in one resource's queue), plan.
 
 The records are few and wide on purpose: every array passed to a compiled function costs compile
-time and reference counting, a field of a record costs neither.
+time and reference counting, a field of a record costs neither. No field may be named as something
+that numpy's scalars already have (`size`, `item`, `device`): plain Python would read that instead.
 """
 
 from enum import IntEnum
@@ -98,11 +99,11 @@ OP = np.dtype(
 )
 TENSOR = np.dtype(
     [
-        ("size", np.int64),  # bytes
+        ("num_bytes", np.int64),  # bytes
         ("first_consumer", np.int64),  # offset into consumers
     ]
 )
-TOUCH = np.dtype([("op", np.int64), ("size", np.int64)])  # size in bytes
+TOUCH = np.dtype([("op", np.int64), ("num_bytes", np.int64)])
 PAIR = np.dtype(
     [
         ("bandwidth", np.float64),  # B/s of the route's narrowest channel
@@ -141,7 +142,7 @@ OP_STATE = np.dtype(
         ("allocate", np.int64),  # bytes allocated just before it
         ("release", np.int64),  # bytes freed just after it
         ("first_transfer", np.int64),  # transfer ids by producer
-        ("device", np.int64),
+        ("place", np.int64),  # its device
         ("pending", np.int64),  # inputs that are still awaited
         ("next_op", np.int64),  # next op in program order on the same device
         ("executed", np.int64),  # slot: ops per device in the order of their start
@@ -182,7 +183,7 @@ TRANSFER_STATE = np.dtype(
 )
 NODE = np.dtype([("next", np.int64), ("prev", np.int64)])
 QUEUE = np.dtype([("head", np.int64), ("tail", np.int64)])
-EVENT = np.dtype([("time", np.float64), ("item", np.int64)])  # item = id * 4 + Kind
+EVENT = np.dtype([("time", np.float64), ("payload", np.int64)])  # payload = id * 4 + Kind
 
 
 class Scratch(NamedTuple):
@@ -194,7 +195,7 @@ class Scratch(NamedTuple):
     nodes: Records  # NODE [transfer * max_resources]
     queues: Records  # QUEUE [resource]
     heap: Records  # EVENT [event]
-    offers: NDArray[np.int64]  # stack of transfers that may start in this round
+    offers: NDArray[np.int64]  # [offer] stack of transfers that may start in this round
     unit_device: NDArray[np.int64]  # [unit]
     counts: NDArray[np.int64]  # [Count]
 
@@ -207,6 +208,11 @@ class Outcome(NamedTuple):
     used: NDArray[np.bool_]  # [plan, dev] whether it runs any op
     status: NDArray[np.uint8]  # [plan] Status
     culprit: NDArray[np.int32]  # [plan] the op that broke a rule, NONE
+
+
+def make_records(shape: int | tuple[int, ...], dtype: np.dtype[np.void]) -> Records:
+    """Allocates an array of records, all zero, whose fields are attributes in plain Python too."""
+    return np.zeros(shape, dtype).view(np.recarray)
 
 
 def make_outcome(num_plans: int, num_devices: int) -> Outcome:
@@ -226,12 +232,12 @@ def make_scratch(tables: Tables) -> Scratch:
     produced = tables.tensors["first_consumer"][tables.ops["first_output"][0] :]
     transfers = int(np.minimum(np.diff(produced), num_devices - 1).sum()) + 1
     return Scratch(
-        ops=np.zeros(num_ops + 1, OP_STATE),
-        devices=np.zeros(num_devices + 1, DEVICE_STATE),
-        transfers=np.zeros(transfers, TRANSFER_STATE),
-        nodes=np.zeros(transfers * tables.max_resources, NODE),
-        queues=np.zeros(tables.num_channels + num_devices, QUEUE),
-        heap=np.zeros(num_ops + transfers + 2 * num_devices, EVENT),
+        ops=make_records(num_ops + 1, OP_STATE),
+        devices=make_records(num_devices + 1, DEVICE_STATE),
+        transfers=make_records(transfers, TRANSFER_STATE),
+        nodes=make_records(transfers * tables.max_resources, NODE),
+        queues=make_records(tables.num_channels + num_devices, QUEUE),
+        heap=make_records(num_ops + transfers + 2 * num_devices, EVENT),
         offers=np.zeros(transfers * (tables.max_resources + 1), np.int64),
         unit_device=np.zeros(tables.num_units, np.int64),
         counts=np.zeros(int(Count.SIZE), np.int64),
