@@ -104,6 +104,7 @@ class Problem:
                 int(Order[settings.order.upper()]),
                 int(Host[settings.host.upper()]),
                 int(Contention[settings.contention.upper()]),
+                int(is_static(settings)),
             ),
             capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
             fragmentation=np.array([profile.fragmentation for profile in profiles]),
@@ -120,6 +121,11 @@ class Problem:
     def expand(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:
         """Turns device indices per unit, [..., unit], into device indices per op, [..., op]."""
         return np.ascontiguousarray(unit_placements[..., self.graph.unit], dtype=np.int32)
+
+
+def is_static(settings: Settings) -> bool:
+    """Returns whether no decision depends on event timing, so that a sweep gives the answer."""
+    return settings.order == "program" and settings.contention != "fifo"
 
 
 def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:

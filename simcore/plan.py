@@ -26,7 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         host: ``one`` process drives all devices, or one ``per_rank``.
         launch: ``eager`` pays the launch overhead per kernel, ``graph`` does not.
         p2p: ``copy``: transfers run on a side stream.
-        contention: ``none``, ``port`` or ``fifo``.
+        contention: ``none`` (transfers hold nothing), ``port`` (the sender's port, in plan order),
+            ``ordered`` (every channel, in plan order) or ``fifo`` (every channel, by request).
         granularity: ``op``: everything op by op.
     """
 
@@ -34,7 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Literal["one", "per_rank"] = "one"
     launch: Literal["eager", "graph"] = "eager"
     p2p: Literal["copy"] = "copy"
-    contention: Literal["none", "port", "fifo"] = "fifo"
+    contention: Literal["none", "port", "ordered", "fifo"] = "fifo"
     granularity: Literal["op"] = "op"
 
 

@@ -108,7 +108,7 @@ def run_placement(
     if plans.shape[1] != problem.graph.num_ops:
         raise PlanError(f"placement of {plans.shape[1]} ops, expected {problem.graph.num_ops}")
     out, scratch = make_outcome(1, len(problem.cluster.devices)), make_scratch(tables)
-    run_batch(tables, problem.mode, plans, out, scratch, 0, 1)
+    run_batch(tables, problem.mode._replace(sweep=0), plans, out, scratch, 0, 1)
     if out.status[0] != Status.OK:
         raise PlanError(_explain(problem, plans[0], Status(out.status[0]), int(out.culprit[0])))
     num_transfers = int(scratch.ops["first_transfer"][-1])

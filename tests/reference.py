@@ -333,14 +333,13 @@ class Playback:
         """Whether everything the transfer needs is free and it is this transfer's turn."""
         if self.problem.settings.contention == "none":
             return True
-        if self.problem.settings.contention == "port":
-            source = self.transfers[index].source
+        needed = self.resources(index)
+        if self.problem.settings.contention in {"port", "ordered"}:
             return all(
                 other in self.transfer_end
                 for other in range(index)
-                if self.transfers[other].source == source
+                if needed & self.resources(other)
             )
-        needed = self.resources(index)
         for other in self.request:
             if other != index and needed & self.resources(other):
                 holds = other in self.transfer_start and other not in self.transfer_end
@@ -350,8 +349,10 @@ class Playback:
         return True
 
     def resources(self, index: int) -> set[tuple[str, int]]:
-        """Under ``fifo``: every channel of the route, and the one out-engine of the source."""
+        """The one out-engine of the source and, but under ``port``, every channel of the route."""
         transfer = self.transfers[index]
+        if self.problem.settings.contention == "port":
+            return {("engine", transfer.source)}
         channels = self.problem.route[transfer.source][transfer.target]
         return {("engine", transfer.source)} | {("channel", channel) for channel in channels}
 

@@ -236,7 +236,7 @@ def draw_case(draws: Draws, max_ops: int = 60, max_devices: int = 16) -> Case:
         order=draws.pick(("program", "ready")),
         host=draws.pick(("one", "per_rank")),
         launch=draws.pick(("eager", "graph")),
-        contention=draws.pick(("fifo", "port", "none")),
+        contention=draws.pick(("fifo", "ordered", "port", "none")),
     )
     return Case(
         graph=graph,

@@ -7,9 +7,21 @@ from simcore.kernel.loop import play
 from simcore.kernel.lowering import check_placement, list_ops, make_transfers
 from simcore.kernel.memory import walk_memory
 from simcore.kernel.records import NONE, Count, Mode, Outcome, Scratch, Status, Tables
+from simcore.kernel.sweep import sweep
 
 _OK, _DEADLOCK = int(Status.OK), int(Status.DEADLOCK)
 _FINISHED = int(Count.FINISHED)
+
+
+@compiled
+def _play_events(tables: Tables, mode: Mode, s: Scratch) -> tuple[int, int, float]:
+    status, culprit = make_transfers(tables, mode, s)
+    if status != _OK:
+        return status, culprit, np.inf
+    step_time = play(tables, mode, s)
+    if s.counts[_FINISHED] < tables.cost.shape[0]:
+        return _DEADLOCK, NONE, np.inf
+    return _OK, NONE, step_time
 
 
 @compiled
@@ -19,14 +31,13 @@ def _run(tables: Tables, mode: Mode, placement: np.ndarray, s: Scratch) -> tuple
     if status != _OK:
         return status, culprit, np.inf
     list_ops(tables, placement, s)
-    status, culprit = make_transfers(tables, mode, s)
-    if status != _OK:
-        return status, culprit, np.inf
-    step_time = play(tables, mode, s)
-    if s.counts[_FINISHED] < placement.shape[0]:
-        return _DEADLOCK, NONE, np.inf
-    walk_memory(tables, mode, s)
-    return _OK, NONE, step_time
+    if mode.sweep == 1:
+        status, culprit, step_time = sweep(tables, mode, s)
+    else:
+        status, culprit, step_time = _play_events(tables, mode, s)
+    if status == _OK:
+        walk_memory(tables, mode, s)
+    return status, culprit, step_time
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 from simcore.kernel.compiled import compiled
 from simcore.kernel.records import NONE, Contention, Count, Mode, Scratch, Tables
 
-_FIFO, _PORT = int(Contention.FIFO), int(Contention.PORT)
+_PORT, _ORDERED = int(Contention.PORT), int(Contention.ORDERED)
 _OFFERS, _TRANSFERS = int(Count.OFFERS), int(Count.TRANSFERS)
 
 
@@ -107,7 +107,7 @@ def leave(tables: Tables, mode: Mode, s: Scratch, transfer: int) -> None:
 
 @compiled
 def open_queues(tables: Tables, mode: Mode, s: Scratch) -> None:
-    """Empties the queues; ports get their transfers at once, in plan order (which is id order)."""
+    """Empties the queues; those served in plan order (which is id order) get all transfers now."""
     for resource in range(s.queues.shape[0]):
         s.queues[resource].head = NONE
         s.queues[resource].tail = NONE
@@ -117,5 +117,5 @@ def open_queues(tables: Tables, mode: Mode, s: Scratch) -> None:
         s.transfers[transfer].latency_over = 0
         s.transfers[transfer].start = np.inf
         s.transfers[transfer].request = 0.0
-        if mode.contention == _PORT:
+        if mode.contention in (_PORT, _ORDERED):
             enter(tables, mode, s, transfer)

@@ -39,7 +39,8 @@ class Contention(IntEnum):
 
     NONE = 0
     PORT = 1
-    FIFO = 2
+    ORDERED = 2
+    FIFO = 3
 
 
 class Status(IntEnum):
@@ -79,6 +80,7 @@ class Mode(NamedTuple):
     order: int  # Order
     host: int  # Host
     contention: int  # Contention
+    sweep: int  # 1 = take the short cut of static orders
 
 
 COST = np.dtype(
@@ -138,7 +140,7 @@ OP_STATE = np.dtype(
         ("start", np.float64),  # s
         ("end", np.float64),  # s
         ("issue", np.float64),  # s, inf = not known yet
-        ("arrival", np.float64),  # s, under ready order
+        ("arrival", np.float64),  # s, its last input is there
         ("allocate", np.int64),  # bytes allocated just before it
         ("release", np.int64),  # bytes freed just after it
         ("first_transfer", np.int64),  # transfer ids by producer
@@ -155,6 +157,9 @@ DEVICE_STATE = np.dtype(
         ("current", np.int64),  # bytes
         ("peak", np.int64),  # bytes
         ("largest", np.int64),  # bytes of the storage at hand
+        ("free", np.float64),  # s, its last op ends
+        ("host_time", np.float64),  # s, its host has issued up to here
+        ("arrival", np.float64),  # s, of the tensor at hand
         ("stamp", np.int64),  # last tensor or storage seen here
         ("first_touch", np.int64),  # op
         ("last_touch", np.int64),  # op
@@ -182,7 +187,13 @@ TRANSFER_STATE = np.dtype(
     ]
 )
 NODE = np.dtype([("next", np.int64), ("prev", np.int64)])
-QUEUE = np.dtype([("head", np.int64), ("tail", np.int64)])
+QUEUE = np.dtype(
+    [
+        ("free", np.float64),  # s, its last transfer ends
+        ("head", np.int64),  # node
+        ("tail", np.int64),  # node
+    ]
+)
 EVENT = np.dtype([("time", np.float64), ("payload", np.int64)])  # payload = id * 4 + Kind
 
 
