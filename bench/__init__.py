@@ -1,0 +1,1 @@
+"""Speed and quality studies; never part of the test run."""
