@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from simcore.lower import Problem
 
 DUAL_STEPS = 200
+ROUNDING = 1e-12  # relative; a sum of seconds added in another order may be less by this
 
 
 def placement_bound(problem: Problem, allowed: NDArray[np.bool_] | None = None) -> float:
@@ -25,7 +26,7 @@ def placement_bound(problem: Problem, allowed: NDArray[np.bool_] | None = None) 
     bounds = [critical_path_bound(problem, allowed), work_bound(problem, allowed)]
     if problem.settings.host == "one":
         launch = np.where(allowed[problem.graph.unit], problem.tables.cost["launch"], np.inf)
-        bounds.append(float(launch.min(axis=1).sum()))
+        bounds.append(float(launch.min(axis=1).sum()) * (1.0 - ROUNDING))
     return max(bounds)
 
 
@@ -65,10 +66,10 @@ def work_bound(problem: Problem, allowed: NDArray[np.bool_]) -> float:
         choice = priced.argmin(axis=1)
         rows = np.arange(len(choice))
         best = max(best, float(priced[rows, choice].sum()))
-        if len(count) == 1:
-            break
         load = np.bincount(choice, weights=columns[rows, choice], minlength=len(count)) / count
+        if len(count) == 1 or not load.any():
+            break
         scale = np.exp((load / load.max() - 1.0) * 2.0 / np.sqrt(step))
         price = price * scale
         price /= (price * count).sum()
-    return best
+    return best * (1.0 - ROUNDING)

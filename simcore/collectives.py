@@ -1,5 +1,6 @@
 """Closed forms of collectives on an idle network."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from simcore.cluster import Cluster
@@ -9,8 +10,9 @@ from simcore.errors import PlanError
 def ring_all_reduce(num_bytes: float, cluster: Cluster, devices: Sequence[int]) -> float:
     """Returns the seconds of a ring all-reduce over the devices in the order given.
 
-    Each of 2 (n - 1) steps passes 1/n of the data to the next device: 2 (n - 1) / n * bytes at the
-    narrowest route of the ring, and one latency per step (Patarasuk and Yuan 2009).
+    Each of 2 (n - 1) steps passes 1/n of the data to the next device, all at once: 2 (n - 1) / n *
+    bytes at the rate of the channel with the most to carry for its bandwidth, and the longest
+    latency per step (Patarasuk and Yuan 2009).
 
     Args:
         num_bytes: bytes that each device holds.
@@ -28,6 +30,7 @@ def ring_all_reduce(num_bytes: float, cluster: Cluster, devices: Sequence[int]) 
         if not cluster.reachable[source, target]:
             names = (cluster.devices[source].name, cluster.devices[target].name)
             raise PlanError(f"data parallel: no route from {names[0]!r} to {names[1]!r}")
-    bandwidth = min(float(cluster.route_bandwidth[pair]) for pair in pairs)
+    crossing = Counter(channel for pair in pairs for channel in cluster.route(*pair))
+    bandwidth = min(cluster.channels[channel].bandwidth / n for channel, n in crossing.items())
     latency = max(float(cluster.route_latency[pair]) for pair in pairs)
     return 2 * (count - 1) * (num_bytes / count / bandwidth + latency)

@@ -16,16 +16,18 @@ from simcore.kernel import (
     OP,
     PAIR,
     TENSOR,
-    TOUCH,
     Contention,
     Host,
     Mode,
     Order,
+    Records,
     Tables,
     make_records,
 )
+from simcore.memory import hold_parameters, share_storages, storage_uses
 from simcore.plan import ONE_HOST, Settings
 from simcore.profile import load_profile
+from simcore.reach import other_units_readers, unit_leaders
 
 MAX_DEVICES = 4096
 
@@ -157,37 +159,41 @@ def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
     return sized._replace(tensor_bytes=tensor_bytes, storage_bytes=storage_bytes)
 
 
-def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.void]) -> Tables:
+def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> Tables:
     """Returns the kernel's tables; optimizer state and priorities are still missing."""
     num_devices = len(cluster.devices)
     if num_devices > MAX_DEVICES:
         raise PlanError(f"{cluster.name}: {num_devices} devices, at most {MAX_DEVICES}")
+    uses = storage_uses(graph, sized)
+    shared = share_storages(graph, uses)
+    held = hold_parameters(graph, sized)
+    readers = other_units_readers(graph)
     ops = make_records(graph.num_ops + 1, OP)
     ops["first_output"] = graph.first_output
-    for key in ("workspace", "resident"):
-        ops[key][:-1] = getattr(sized, key)
+    ops["workspace"][:-1] = sized.workspace
+    ops["resident"][:-1] = sized.resident + held.resident
     ops["unit"][:-1] = graph.unit
+    ops["leader"][:-1] = unit_leaders(graph)[graph.unit]
+    ops["allocate"][:-1] = shared.allocate
+    ops["release"][:-1] = shared.release
     tensors = make_records(graph.num_tensors + 1, TENSOR)
     tensors["num_bytes"][:-1] = sized.tensor_bytes
     tensors["first_consumer"] = graph.first_consumer
-    pairs = make_records(num_devices**2 + 1, PAIR)
-    pairs["first_hop"] = cluster.first_hop
-    pairs["bandwidth"][:-1] = cluster.route_bandwidth.ravel()
-    pairs["latency"][:-1] = cluster.route_latency.ravel()
-    pairs["reachable"][:-1] = cluster.reachable.ravel()
-    first_touch, touches = _touches(graph, sized)
-    first_holder, holders, held_bytes = _holders(graph, sized)
+    tensors["first_reader"] = readers.first
     return Tables(
         cost=costs,
         ops=ops,
         tensors=tensors,
         consumers=graph.consumers.astype(np.int64),
-        first_touch=first_touch,
-        touches=touches,
-        first_holder=first_holder,
-        holders=holders,
-        held_bytes=held_bytes,
-        pairs=pairs,
+        first_touch=uses.first,
+        touches=uses.touches,
+        readers=readers.ops,
+        first_span=shared.first,
+        spans=shared.spans,
+        first_holder=held.first,
+        holders=held.ops,
+        held_bytes=held.num_bytes,
+        pairs=_pairs(cluster),
         hops=cluster.hops.astype(np.int64),
         num_units=graph.num_units,
         num_channels=len(cluster.channels),
@@ -195,31 +201,10 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: NDArray[np.vo
     )
 
 
-def _touches(graph: OpGraph, sized: Sized) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """Returns which ops read or write each storage that is not persistent, in program order."""
-    reads = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
-    written = np.flatnonzero(graph.tensor_producer >= 0)
-    tensor = np.concatenate([reads, written])
-    op = np.concatenate([graph.consumers, graph.tensor_producer[written]])
-    storage = graph.tensor_storage[tensor]
-    kept = ~graph.persistent_storage[storage]
-    tensor, op, storage = tensor[kept], op[kept], storage[kept]
-    order = np.lexsort((op, storage))
-    first = np.searchsorted(storage[order], np.arange(graph.num_storages + 1)).astype(np.int64)
-    touches = make_records(len(order), TOUCH)
-    touches["op"] = op[order]
-    touches["num_bytes"] = sized.tensor_bytes[tensor[order]]
-    return first, touches
-
-
-def _holders(
-    graph: OpGraph, sized: Sized
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the ops that need each parameter or buffer on their device."""
-    tensor = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
-    kept = graph.tensor_producer[tensor] < 0
-    storage, op = graph.tensor_storage[tensor[kept]], graph.consumers[kept]
-    order = np.argsort(storage, kind="stable")
-    held = np.flatnonzero(graph.persistent_storage)
-    first = np.searchsorted(storage[order], np.append(held, graph.num_storages)).astype(np.int64)
-    return first, op[order].astype(np.int64), sized.storage_bytes[held]
+def _pairs(cluster: Cluster) -> Records:
+    pairs = make_records(len(cluster.devices) ** 2 + 1, PAIR)
+    pairs["first_hop"] = cluster.first_hop
+    pairs["bandwidth"][:-1] = cluster.route_bandwidth.ravel()
+    pairs["latency"][:-1] = cluster.route_latency.ravel()
+    pairs["reachable"][:-1] = cluster.reachable.ravel()
+    return pairs

@@ -1,6 +1,7 @@
 """The plan: all that is decided, in one schema, checked against its graph, job and cluster."""
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
-from simcore.errors import PlanError
+from simcore.errors import JobError, PlanError
 from simcore.graph import OpGraph
 from simcore.job import Job
 
 FORMAT = "placewright-plan/1"
 MAX_FILE_BYTES = 2**30
+MAX_NUMBER = 2**62  # of bytes reserved and priorities; keeps sums inside int64
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +97,12 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     budget_s: float | None = None
     baselines: dict[str, float | None] = {}  # step time in s, None = could not run
     baseline_notes: dict[str, str] = {}
+
+
+class _Tag(msgspec.Struct):
+    """The one field that is looked at first."""
+
+    format: str | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -205,12 +213,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 found.append(f"plan has {field} {value!r}; this version runs {only!r} only")
         if self.priorities and len(self.priorities) != graph.num_ops:
             found.append(f"plan has {len(self.priorities)} priorities for {graph.num_ops} ops")
+        if any(abs(priority) > MAX_NUMBER for priority in self.priorities):
+            found.append("plan has a priority beyond 2**62")
+        reserve = self.constraints.reserve_memory_bytes
+        if not 0 <= reserve <= MAX_NUMBER:
+            found.append(f"plan has reserve_memory_bytes {reserve}; it must be between 0 and 2**62")
         return found + self._validate_stage(graph, cluster)
 
     def _validate_stage(self, graph: OpGraph, cluster: Cluster) -> list[str]:
         stage = self.stages[0]
         names = {device.name for device in cluster.devices}
         found = [f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names]
+        if not stage.devices:
+            found.append(f"stage {stage.name!r}: lists no devices")
         if len(set(stage.devices)) != len(stage.devices):
             found.append(f"stage {stage.name!r}: a device is listed twice")
         if (stage.mesh is None) == (stage.placement is None):
@@ -234,15 +249,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan file; an interrupted write leaves the old file as it was."""
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
         try:
-            temporary.write_bytes(text + b"\n")
-            temporary.replace(target)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise PlanError(f"{target}: cannot write the plan: {error.strerror}") from None
+            target = Path(os.path.realpath(path))  # through a symbolic link, not instead of it
+            temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+            try:
+                temporary.write_bytes(text + b"\n")
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or no name
+            raise PlanError(f"{path}: cannot write the plan: {_reason(error)}") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -252,18 +269,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             PlanError: the file is missing, truncated, too large, or not a plan of this format.
         """
         try:
-            if os.stat(path).st_size > MAX_FILE_BYTES:
-                raise PlanError(f"{path}: larger than 1 GiB, not a plan")
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise PlanError(f"{path}: cannot read the plan: {error.strerror}") from None
+            with Path(path).open("rb") as file:
+                if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+                    raise PlanError(f"{path}: larger than 1 GiB, not a plan")
+                data = file.read(MAX_FILE_BYTES)
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{path}: cannot read the plan: {_reason(error)}") from None
         try:
-            plan = msgspec.json.decode(data, type=Plan)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            tag = msgspec.json.decode(data, type=_Tag).format
+            if tag != FORMAT:
+                raise PlanError(f"{path}: format {tag!r}, expected {FORMAT!r}")
+            return msgspec.json.decode(data, type=Plan)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, JobError) as error:
             raise PlanError(f"{path}: not a plan file: {error}") from None
-        if plan.format != FORMAT:
-            raise PlanError(f"{path}: format {plan.format!r}, expected {FORMAT!r}")
-        return plan
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _validate_placement(

@@ -13,6 +13,7 @@ class Transfer(NamedTuple):
     """One tensor sent to one device."""
 
     tensor: int
+    num_bytes: int
     source: int  # device index
     target: int  # device index
     request: float  # s, the tensor is there
@@ -29,9 +30,11 @@ class RawRun:
     start: NDArray[np.float64]  # [op] s
     end: NDArray[np.float64]  # [op] s
     issue: NDArray[np.float64]  # [op] s
-    transfer_tensor: NDArray[np.int32]  # [transfer]
-    transfer_source: NDArray[np.int32]  # [transfer] device index
-    transfer_target: NDArray[np.int32]  # [transfer] device index
+    waited: NDArray[np.int64]  # [op] the op whose end the host last waited for before, -1 = none
+    transfer_tensor: NDArray[np.int64]  # [transfer]
+    transfer_bytes: NDArray[np.int64]  # [transfer]
+    transfer_source: NDArray[np.int64]  # [transfer] device index
+    transfer_target: NDArray[np.int64]  # [transfer] device index
     transfer_request: NDArray[np.float64]  # [transfer] s
     transfer_start: NDArray[np.float64]  # [transfer] s
     transfer_end: NDArray[np.float64]  # [transfer] s
@@ -41,6 +44,7 @@ class RawRun:
         """Returns the transfers as records, in the order of their ids."""
         columns = (
             self.transfer_tensor,
+            self.transfer_bytes,
             self.transfer_source,
             self.transfer_target,
             self.transfer_request,
@@ -103,9 +107,9 @@ class Result:
 
 
 def device_order(run: RawRun, device: int) -> NDArray[np.int64]:
-    """Returns the ops of a device by (start, op)."""
+    """Returns the ops of a device in the order in which they ran: by (start, end, op)."""
     ops = np.flatnonzero(run.placement == device)
-    return ops[np.lexsort((ops, run.start[ops]))]
+    return ops[np.lexsort((ops, run.end[ops], run.start[ops]))]
 
 
 def idle_causes(graph: OpGraph, run: RawRun, device: int) -> tuple[float, float]:
@@ -145,7 +149,8 @@ def critical_path(graph: OpGraph, run: RawRun, names: tuple[str, ...]) -> tuple[
     """Returns the chain of tasks, first to last, each of which made the next one wait.
 
     From the task that ends last, it steps to whatever ended when the task could start: an input's
-    transfer or producer, the op before it on the device, or the host's issue.
+    transfer or producer, the op before it on the device, or the host's issue, which goes back to
+    the op that the host last waited for.
     """
     if not graph.num_ops:
         return ()
@@ -168,13 +173,16 @@ def critical_path(graph: OpGraph, run: RawRun, names: tuple[str, ...]) -> tuple[
         if isinstance(cause, Transfer):
             steps.append(_transfer_step(graph, cause, names))
             op = int(graph.tensor_producer[cause.tensor])
-        elif cause is None:
-            if run.issue[op] > 0:
-                issue = float(run.issue[op])
-                steps.append(PathStep("launch", graph.op_names[op], "host", 0.0, issue))
-            break
-        else:
+        elif cause is not None:
             op = cause
+        else:
+            awaited, issue = int(run.waited[op]), float(run.issue[op])
+            begin = float(run.end[awaited]) if awaited >= 0 else 0.0
+            if issue > begin:
+                steps.append(PathStep("launch", graph.op_names[op], "host", begin, issue))
+            if awaited < 0:
+                break
+            op = awaited
     return tuple(reversed(steps))
 
 

@@ -48,15 +48,16 @@ def simulate_batch(
         Times, memory and a status for every plan; an illegal plan raises nothing.
 
     Raises:
-        PlanError: the array does not have one column per op.
+        PlanError: the array does not have one column per op, or is not of integers.
     """
-    plans = np.require(placements, np.int32, ["C", "W"])
+    plans = _as_plans(placements)
     if plans.ndim != 2 or plans.shape[1] != problem.graph.num_ops:
         raise PlanError(
             f"placements must be [plan, {problem.graph.num_ops} ops], not {plans.shape}"
         )
     out = make_outcome(len(plans), len(problem.cluster.devices))
-    workers = min(threads or os.cpu_count() or 1, max(1, len(plans) // MIN_PLANS_PER_THREAD))
+    most = max(1, len(plans) // MIN_PLANS_PER_THREAD)
+    workers = min(max(1, threads or os.cpu_count() or 1), most)
     bounds = np.linspace(0, len(plans), workers + 1).astype(int)
 
     def share(worker: int) -> None:
@@ -70,6 +71,16 @@ def simulate_batch(
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(share, range(workers)))
     return _with_memory(problem, out)
+
+
+def _as_plans(placements: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Returns device indices as the kernel takes them; none wraps round to a legal one."""
+    given = np.asarray(placements)
+    if given.size and given.dtype.kind not in "iu":
+        raise PlanError(f"placements must be integers, not {given.dtype}")
+    if given.size and not np.can_cast(given.dtype, np.int32):
+        given = np.where((given >= 0) & (given < 2**31), given, NONE)
+    return np.require(given, np.int32, ["C", "W"])
 
 
 def _with_memory(problem: Problem, out: Outcome) -> BatchResult:
@@ -104,7 +115,7 @@ def run_placement(
     if priorities is not None:
         tables = tables._replace(ops=tables.ops.copy())
         tables.ops["priority"][:-1] = priorities
-    plans = np.array(placement, np.int32).reshape(1, -1)
+    plans = _as_plans(placement).reshape(1, -1)
     if plans.shape[1] != problem.graph.num_ops:
         raise PlanError(f"placement of {plans.shape[1]} ops, expected {problem.graph.num_ops}")
     out, scratch = make_outcome(1, len(problem.cluster.devices)), make_scratch(tables)
@@ -119,7 +130,9 @@ def run_placement(
         start=scratch.ops["start"][:-1],
         end=scratch.ops["end"][:-1],
         issue=scratch.ops["issue"][:-1],
+        waited=_waited(problem, plans[0]),
         transfer_tensor=transfers["tensor"],
+        transfer_bytes=tables.tensors["num_bytes"][transfers["tensor"]],
         transfer_source=transfers["source"],
         transfer_target=transfers["target"],
         transfer_request=transfers["request"],
@@ -127,6 +140,20 @@ def run_placement(
         transfer_end=transfers["end"],
         allocated=out.allocated[0],
     )
+
+
+def _waited(problem: Problem, placement: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns the op whose end the host last waited for before it issued an op, [op], or NONE."""
+    num_ops = problem.graph.num_ops
+    op = np.arange(num_ops)
+    sync = problem.tables.cost["sync"][op, placement] == 1
+    host = placement if problem.settings.host == "per_rank" else np.zeros(num_ops, np.int32)
+    waited = np.full(num_ops, NONE)
+    for number in np.unique(host[sync]):
+        mine = np.flatnonzero(host == number)
+        last = np.maximum.accumulate(np.where(sync[mine], mine, NONE))
+        waited[mine[1:]] = last[:-1]
+    return waited
 
 
 def _explain(problem: Problem, placement: NDArray[np.int32], status: Status, culprit: int) -> str:

@@ -8,13 +8,10 @@ import msgspec
 from simcore.cluster import Cluster
 from simcore.errors import PlanError
 from simcore.graph import OpGraph, Phase
-from simcore.result import Result, Transfer
+from simcore.result import RawRun, Result, Transfer
 from simcore.units import US
 
 Event = dict[str, object]
-
-LANES = 1000  # tracks that one channel may have
-RING = 10**9  # track of the collective
 
 
 def chrome_trace(graph: OpGraph, cluster: Cluster, result: Result) -> list[Event]:
@@ -37,56 +34,77 @@ def chrome_trace(graph: OpGraph, cluster: Cluster, result: Result) -> list[Event
         events.append(
             _slice(graph.op_names[op], place, float(run.start[op]), float(run.end[op]), args)
         )
-    events += _transfer_events(graph, cluster, result)
+    events += _transfer_events(graph, cluster, run)
     if result.collective_time:
-        events.append(_name("thread_name", 1, RING, "ring"))
+        events.append(_name("process_name", 2, 0, "collectives"))
+        events.append(_name("thread_name", 2, 0, "ring"))
         begin = result.step_time - result.collective_time
-        events.append(_slice("gradient all-reduce", (1, RING), begin, result.step_time, {}))
+        events.append(_slice("gradient all-reduce", (2, 0), begin, result.step_time, {}))
     return events
 
 
-def _transfer_events(graph: OpGraph, cluster: Cluster, result: Result) -> list[Event]:
-    transfers = [] if result.run is None else result.run.transfers()
-    size = graph.at_batch(result.batch_per_copy).tensor_bytes
+def _transfer_events(graph: OpGraph, cluster: Cluster, run: RawRun) -> list[Event]:
+    transfers = run.transfers()
     events: list[Event] = []
     free: dict[int, list[float]] = {}  # channel -> when each of its tracks is free again
+    tracks: dict[tuple[int, int], int] = {}  # (channel, lane) -> number of the track
     for number, transfer in sorted(enumerate(transfers), key=lambda pair: pair[1].start):
         name = graph.tensor_names[transfer.tensor]
-        args: Event = {"bytes": int(size[transfer.tensor]), "requested_us": transfer.request / US}
+        args: Event = {"bytes": transfer.num_bytes, "requested_us": transfer.request / US}
+        places = []
         for channel in cluster.route(transfer.source, transfer.target):
             lanes = free.setdefault(channel, [])
             lane = next((i for i, end in enumerate(lanes) if end <= transfer.start), len(lanes))
             lanes[lane : lane + 1] = [transfer.end]
-            place = (1, channel * LANES + lane)
-            events.append(_slice(name, place, transfer.start, transfer.end, args))
-            events += _arrow(graph, number, transfer, place)
-    for channel, lanes in sorted(free.items()):
+            places.append((1, tracks.setdefault((channel, lane), len(tracks))))
+            events.append(_slice(name, places[-1], transfer.start, transfer.end, args))
+        events += _arrow(graph, run, number, transfer, places[0])
+    for order, ((channel, lane), track) in enumerate(sorted(tracks.items())):
         spec = cluster.channels[channel]
-        for lane in range(len(lanes)):
-            label = f"{spec.src} -> {spec.dst}" + (f" ({lane + 1})" if lane else "")
-            events.append(_name("thread_name", 1, channel * LANES + lane, label))
+        label = f"{spec.src} -> {spec.dst}" + (f" ({lane + 1})" if lane else "")
+        events.append(_name("thread_name", 1, track, label))
+        events.append(_about("thread_sort_index", 1, track, {"sort_index": order}))
     return events
 
 
-def _arrow(graph: OpGraph, number: int, transfer: Transfer, place: tuple[int, int]) -> list[Event]:
-    """Returns a flow arrow from the end of the producer to the beginning of the transfer."""
+def _arrow(
+    graph: OpGraph, run: RawRun, number: int, transfer: Transfer, place: tuple[int, int]
+) -> list[Event]:
+    """Returns a flow arrow: producer, transfer (on the first channel of its route), first reader.
+
+    An arrow is tied to the slice that is open at its time, so it begins inside the producer's.
+    """
+    producer = int(graph.tensor_producer[transfer.tensor])
+    first, last = graph.first_consumer[transfer.tensor : transfer.tensor + 2]
+    readers = graph.consumers[first:last]
+    readers = readers[run.placement[readers] == transfer.target]
     flow = {"cat": "transfer", "name": graph.tensor_names[transfer.tensor], "id": number}
-    begin = {"ph": "s", "pid": 0, "tid": transfer.source, "ts": transfer.request / US}
-    end = {"ph": "f", "bp": "e", "pid": place[0], "tid": place[1], "ts": transfer.start / US}
-    return [flow | begin, flow | end]
+    begin = float(run.start[producer] + run.end[producer]) / 2
+    return [
+        flow | {"ph": ph, "bp": "e", "pid": pid, "tid": tid, "ts": time / US}
+        for ph, (pid, tid), time in (
+            ("s", (0, transfer.source), begin),
+            ("t", place, transfer.start),
+            ("f", (0, transfer.target), float(run.start[readers].min())),
+        )
+    ]
 
 
 def _slice(
     name: str, place: tuple[int, int], start: float, end: float, args: dict[str, object]
 ) -> Event:
-    ts, duration = start / US, (end - start) / US
+    ts, duration = start / US, end / US - start / US
     pid, tid = place
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": duration,
             "args": args}  # fmt: skip
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+    return _about(what, pid, tid, {"name": name})
+
+
+def _about(what: str, pid: int, tid: int, args: dict[str, object]) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
 def write_trace(
@@ -104,5 +122,6 @@ def write_trace(
     }
     try:
         Path(path).write_bytes(msgspec.json.encode(document))
-    except OSError as error:
-        raise PlanError(f"{path}: cannot write the trace: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise PlanError(f"{path}: cannot write the trace: {reason}") from None

@@ -316,8 +316,8 @@ def test_peak_memory_is_what_torchs_tracker_sees(batch):
             model(data).mean().backward()
         (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     # the tracker rounds every storage up to a block of the CUDA allocator
-    assert peak_before_updates(graph, batch) == pytest.approx(snapshot["Total"], abs=64 * 512)
-    assert snapshot["Total"] > 100 * 64 * 512 * batch / 32
+    # the scalar loss, which the caller still holds there, and its gradient
+    assert snapshot["Total"] - peak_before_updates(graph, batch) == 2 * 4
 
 
 # --- recurrent layers and attention ---------------------------------------------------------------

@@ -8,6 +8,7 @@ buffers are fake tensors on the CPU device, shared as in the original; the origi
 import copy
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def describe(error: BaseException) -> str:
 
 def place(error: BaseException) -> str:
     """Returns file:line of the innermost frame outside torch and this program, "" = none."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    own = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
     found = ""
     trace = error.__traceback__
     while trace is not None:

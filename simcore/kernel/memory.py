@@ -7,8 +7,8 @@ _READY = int(Order.READY)
 
 
 @compiled
-def _earlier(s: Scratch, by_start: bool, a: int, b: int) -> bool:
-    if by_start and s.ops[a].start != s.ops[b].start:
+def _earlier(s: Scratch, a: int, b: int) -> bool:
+    if s.ops[a].start != s.ops[b].start:
         return s.ops[a].start < s.ops[b].start
     return a < b
 
@@ -33,9 +33,8 @@ def _hold_persistent(tables: Tables, s: Scratch) -> None:
 
 
 @compiled
-def _place_storages(tables: Tables, mode: Mode, s: Scratch) -> None:
-    """Finds where each storage is allocated and freed on each device that touches it."""
-    by_start = mode.order == _READY
+def _place_by_start(tables: Tables, s: Scratch) -> None:
+    """Finds where each storage is allocated and freed on each device, ops in order of start."""
     for op in range(tables.cost.shape[0]):
         s.ops[op].allocate = 0
         s.ops[op].release = 0
@@ -45,25 +44,58 @@ def _place_storages(tables: Tables, mode: Mode, s: Scratch) -> None:
         num_devices = 0
         for touch in range(tables.first_touch[storage], tables.first_touch[storage + 1]):
             op = tables.touches[touch].op
-            device = s.ops[op].place
+            state = s.devices[s.ops[op].place]
             size = tables.touches[touch].num_bytes
-            if s.devices[device].stamp != storage:
-                s.devices[device].stamp = storage
+            if state.stamp != storage:
+                state.stamp = storage
+                s.devices[num_devices].listed = s.ops[op].place
+                num_devices += 1
+                state.first_touch = op
+                state.last_touch = op
+                state.largest = size
+                continue
+            state.largest = max(state.largest, size)
+            if _earlier(s, op, state.first_touch):
+                state.first_touch = op
+            if _earlier(s, state.last_touch, op):
+                state.last_touch = op
+        _note_lifetimes(s, num_devices)
+
+
+@compiled
+def _place_by_program(tables: Tables, s: Scratch) -> None:
+    """Finds the same in program order, where only storages of several units need a look."""
+    for op in range(tables.cost.shape[0]):
+        s.ops[op].allocate = tables.ops[op].allocate
+        s.ops[op].release = tables.ops[op].release
+    for device in range(tables.cost.shape[1]):
+        s.devices[device].stamp = NONE
+    for shared in range(tables.first_span.shape[0] - 1):
+        num_devices = 0
+        for index in range(tables.first_span[shared], tables.first_span[shared + 1]):
+            span = tables.spans[index]
+            device = s.ops[span.first].place
+            state = s.devices[device]
+            if state.stamp != shared:
+                state.stamp = shared
                 s.devices[num_devices].listed = device
                 num_devices += 1
-                s.devices[device].first_touch = op
-                s.devices[device].last_touch = op
-                s.devices[device].largest = size
+                state.first_touch = span.first
+                state.last_touch = span.last
+                state.largest = span.num_bytes
                 continue
-            s.devices[device].largest = max(s.devices[device].largest, size)
-            if _earlier(s, by_start, op, s.devices[device].first_touch):
-                s.devices[device].first_touch = op
-            if _earlier(s, by_start, s.devices[device].last_touch, op):
-                s.devices[device].last_touch = op
-        for index in range(num_devices):
-            device = s.devices[index].listed
-            s.ops[s.devices[device].first_touch].allocate += s.devices[device].largest
-            s.ops[s.devices[device].last_touch].release += s.devices[device].largest
+            state.largest = max(state.largest, span.num_bytes)
+            state.last_touch = max(state.last_touch, span.last)
+        _note_lifetimes(s, num_devices)
+
+
+@compiled
+def _note_lifetimes(s: Scratch, num_devices: int) -> None:
+    """Adds the storage at hand to the ops before and after which the listed devices hold it."""
+    for index in range(num_devices):
+        state = s.devices[s.devices[index].listed]
+        s.ops[state.first_touch].allocate += state.largest
+        s.ops[state.last_touch].release += state.largest
 
 
 @compiled
@@ -79,11 +111,12 @@ def _step(tables: Tables, s: Scratch, device: int, op: int) -> None:
 def walk_memory(tables: Tables, mode: Mode, s: Scratch) -> None:
     """Leaves each device's peak allocated bytes in the scratch."""
     _hold_persistent(tables, s)
-    _place_storages(tables, mode, s)
     if mode.order != _READY:
+        _place_by_program(tables, s)
         for op in range(tables.cost.shape[0]):
             _step(tables, s, s.ops[op].place, op)
         return
+    _place_by_start(tables, s)
     for device in range(tables.cost.shape[1]):
         base = s.devices[device].slot
         for index in range(s.devices[device].num_executed):

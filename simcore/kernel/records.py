@@ -97,15 +97,20 @@ OP = np.dtype(
         ("resident", np.int64),  # bytes held for the whole step, optimizer state included
         ("priority", np.int64),  # least first
         ("unit", np.int64),
+        ("leader", np.int64),  # first op of its unit
+        ("allocate", np.int64),  # bytes, in program order, of storages that one unit has to itself
+        ("release", np.int64),  # bytes, likewise
     ]
 )
 TENSOR = np.dtype(
     [
         ("num_bytes", np.int64),  # bytes
         ("first_consumer", np.int64),  # offset into consumers
+        ("first_reader", np.int64),  # offset into readers
     ]
 )
 TOUCH = np.dtype([("op", np.int64), ("num_bytes", np.int64)])
+SPAN = np.dtype([("first", np.int64), ("last", np.int64), ("num_bytes", np.int64)])  # ops
 PAIR = np.dtype(
     [
         ("bandwidth", np.float64),  # B/s of the route's narrowest channel
@@ -125,8 +130,11 @@ class Tables(NamedTuple):
     consumers: NDArray[np.int64]  # [use] ops, ascending within a tensor
     first_touch: NDArray[np.int64]  # [storage + 1] offsets into touches; none if persistent
     touches: Records  # TOUCH [touch] ops ascending within a storage, bytes of the tensor touched
-    first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per persistent storage
-    holders: NDArray[np.int64]  # [...] ops that need the storage on their device
+    readers: NDArray[np.int64]  # first op of each unit, but the producer's, that reads a tensor
+    first_span: NDArray[np.int64]  # [shared + 1] offsets into spans, per storage of several units
+    spans: Records  # SPAN [span] what a unit does to a storage, by first op
+    first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per shared parameter
+    holders: NDArray[np.int64]  # [...] leaders of the units that need it on their device
     held_bytes: NDArray[np.int64]  # [held] bytes
     pairs: Records  # PAIR [pair + 1]
     hops: NDArray[np.int64]  # [hop] channel ids

@@ -29,9 +29,9 @@ def _list_targets(tables: Tables, s: Scratch, tensor: int, source: int) -> int:
     """Lists the devices that lack a tensor, ascending; returns how many there are."""
     count = 0
     for use in range(
-        tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
+        tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader
     ):
-        target = s.ops[tables.consumers[use]].place
+        target = s.ops[tables.readers[use]].place
         if target == source or s.devices[target].stamp == tensor:
             continue
         s.devices[target].stamp = tensor
@@ -86,9 +86,9 @@ def _send_outputs(
             s.devices[target].arrival = end
             latest = max(latest, end)
         for use in range(
-            tables.tensors[tensor].first_consumer, tables.tensors[tensor + 1].first_consumer
+            tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader
         ):
-            reader = tables.consumers[use]
+            reader = tables.readers[use]
             target = s.ops[reader].place
             if target != source:
                 s.ops[reader].arrival = max(s.ops[reader].arrival, s.devices[target].arrival)
