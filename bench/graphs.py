@@ -17,8 +17,8 @@ def layered_dag(num_ops: int, seed: int = 0) -> OpGraph:
     edges = []
     for op in range(1, num_ops):
         before = np.arange(max(0, op - 8), op)
-        for source in rng.choice(before, size=min(2, len(before)), replace=False):
-            edges.append((f"op{source}", f"op{op}", int(num_bytes[source])))
+        sources = rng.choice(before, size=min(2, len(before)), replace=False)
+        edges += [(f"op{source}", f"op{op}", int(num_bytes[source])) for source in sources]
     return OpGraph.from_edges(seconds, edges, name=f"layered-{num_ops}")
 
 

@@ -135,7 +135,7 @@ class OpGraph:
     def at_batch(self, batch: int | None) -> Sized:
         """Returns bytes and FLOPs at a batch (None: the graph's own, 1 where it has none).
 
-        A graph file that was measured at one batch has sizes without a slope: they stay as they are.
+        A graph file measured at one batch has sizes without a slope: they stay as they are.
 
         Raises:
             GraphError: a size is negative at this batch, or their sum leaves int64.

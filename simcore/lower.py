@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
-from simcore.graph import OpGraph, Role, Sized
+from simcore.graph import MAX_TOTAL, OpGraph, Role, Sized
 from simcore.job import Job
 from simcore.kernel import (
     COST,
+    MAX_LANE_DEVICES,
     OP,
     PAIR,
     TENSOR,
     Contention,
+    Engine,
     Host,
     Mode,
     Order,
@@ -74,7 +76,7 @@ class Problem:
             priorities: one number per op, least first, used under ``ready`` order.
 
         Raises:
-            PlanError: the batch does not divide by the copies.
+            PlanError: the batch does not divide by the copies, or sizes leave int64.
         """
         batch = _batch_per_copy(graph, job, copies)
         kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
@@ -90,7 +92,7 @@ class Problem:
             costs["launch"] = cost.launch[:, kind]
         costs["sync"] = graph.sync[:, None] | synchronous
         tables = _tables(graph, cluster, sized, costs)
-        tables.ops["resident"][:-1] += graph.elements * job.state_bytes_per_element()
+        tables.ops["resident"][:-1] += _state_bytes(graph, job)
         tables.ops["priority"][:-1] = priorities or 0
         is_cpu = np.array([profile.is_cpu for profile in profiles])
         memory = np.array([device.memory for device in cluster.devices], np.int64)
@@ -106,7 +108,7 @@ class Problem:
                 int(Order[settings.order.upper()]),
                 int(Host[settings.host.upper()]),
                 int(Contention[settings.contention.upper()]),
-                int(is_static(settings)),
+                int(choose_engine(settings, len(cluster.devices))),
             ),
             capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
             fragmentation=np.array([profile.fragmentation for profile in profiles]),
@@ -125,9 +127,17 @@ class Problem:
         return np.ascontiguousarray(unit_placements[..., self.graph.unit], dtype=np.int32)
 
 
-def is_static(settings: Settings) -> bool:
-    """Returns whether no decision depends on event timing, so that a sweep gives the answer."""
-    return settings.order == "program" and settings.contention != "fifo"
+def choose_engine(settings: Settings, num_devices: int) -> Engine:
+    """Returns the fastest way to play placements that gives the answer of the event loop.
+
+    Where no decision depends on event timing a sweep does; lanes know only the disciplines that
+    hold no channels.
+    """
+    if settings.order == "ready" or settings.contention == "fifo":
+        return Engine.EVENTS
+    if settings.contention == "ordered" or num_devices > MAX_LANE_DEVICES:
+        return Engine.SWEEP
+    return Engine.LANES
 
 
 def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
@@ -145,12 +155,22 @@ def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
     return job.batch // copies
 
 
+def _state_bytes(graph: OpGraph, job: Job) -> NDArray[np.int64]:
+    """Returns the bytes of optimizer state beside each update op, [op]."""
+    per_element = job.state_bytes_per_element()
+    if graph.elements.sum(dtype=np.float64) * per_element > MAX_TOTAL:
+        raise PlanError(f"{graph.name}: over 2**62 bytes of optimizer state")
+    return graph.elements * per_element
+
+
 def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
     """Returns the sizes at a batch; those of a measured minibatch scale with its seconds."""
     sized = graph.at_batch(batch)
     measured = None if graph.fixed is None else graph.fixed.batch or job.batch
     if measured is None or batch in {None, measured} or graph.tensor_bytes[:, 1].any():
         return sized
+    if float(sized.tensor_bytes.sum()) * batch > MAX_TOTAL:
+        raise PlanError(f"{graph.name}: over 2**62 bytes at batch {batch}")
     grows = np.isin(graph.tensor_role, (Role.ACTIVATION, Role.INPUT))
     scaled = -(-sized.tensor_bytes * batch // measured)
     tensor_bytes = np.where(grows, scaled, sized.tensor_bytes)

@@ -14,7 +14,17 @@ from simcore.collectives import ring_all_reduce
 from simcore.errors import PlanError
 from simcore.graph import OpClass, OpGraph, Role
 from simcore.job import Job
-from simcore.kernel import NONE, Outcome, Status, make_outcome, make_scratch, run_batch
+from simcore.kernel import (
+    NONE,
+    Engine,
+    Outcome,
+    Plans,
+    Status,
+    make_lanes,
+    make_outcome,
+    make_scratch,
+    run_batch,
+)
 from simcore.lower import Problem
 from simcore.plan import Plan, Settings
 from simcore.result import DeviceUse, PathStep, RawRun, Result, critical_path, idle_causes
@@ -56,14 +66,15 @@ def simulate_batch(
             f"placements must be [plan, {problem.graph.num_ops} ops], not {plans.shape}"
         )
     out = make_outcome(len(plans), len(problem.cluster.devices))
+    batch = Plans(plans, out)
     most = max(1, len(plans) // MIN_PLANS_PER_THREAD)
     workers = min(max(1, threads or os.cpu_count() or 1), most)
     bounds = np.linspace(0, len(plans), workers + 1).astype(int)
 
     def share(worker: int) -> None:
-        scratch = make_scratch(problem.tables)
+        scratch, lanes = make_scratch(problem.tables), make_lanes(problem.tables)
         begin, end = int(bounds[worker]), int(bounds[worker + 1])
-        run_batch(problem.tables, problem.mode, plans, out, scratch, begin, end)
+        run_batch(problem.tables, problem.mode, batch, scratch, lanes, begin, end)
 
     if workers == 1:
         share(0)
@@ -119,7 +130,8 @@ def run_placement(
     if plans.shape[1] != problem.graph.num_ops:
         raise PlanError(f"placement of {plans.shape[1]} ops, expected {problem.graph.num_ops}")
     out, scratch = make_outcome(1, len(problem.cluster.devices)), make_scratch(tables)
-    run_batch(tables, problem.mode._replace(sweep=0), plans, out, scratch, 0, 1)
+    mode = problem.mode._replace(engine=int(Engine.EVENTS))
+    run_batch(tables, mode, Plans(plans, out), scratch, make_lanes(tables), 0, 1)
     if out.status[0] != Status.OK:
         raise PlanError(_explain(problem, plans[0], Status(out.status[0]), int(out.culprit[0])))
     num_transfers = int(scratch.ops["first_transfer"][-1])

@@ -7,10 +7,11 @@ events fall on the same instant and the order of equals decides. The other half 
 that make every addition round, so that an addition done in another order shows in the last bit.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 from hypothesis import strategies as st
@@ -37,6 +38,15 @@ TICK_us = 976.5625  # the same, as a cluster file says it
 MIB = 2**20  # bytes, one tick at one GiB/s
 GIB_PER_S = 1.073741824  # GB/s
 KINDS = ("V100-SXM2-16GB", "T4-16GB", "P100-PCIe-16GB", "CPU-2x-Xeon-E5-2698v4")
+ALL_SETTINGS = [
+    Settings(order=order, host=host, launch=launch, contention=contention)
+    for order, host, launch, contention in itertools.product(
+        *(
+            get_args(get_type_hints(Settings)[field])
+            for field in ("order", "host", "launch", "contention")
+        )
+    )
+]
 
 
 class Draws:

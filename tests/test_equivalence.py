@@ -67,7 +67,8 @@ def assert_same(found: ReferenceResult, expected: ReferenceResult, label: str) -
 def assert_batch_equals_reference(case: Case, rng: np.random.Generator, label: str) -> None:
     others = [draw_placement(seeded(rng), case.graph, len(case.network.kinds)) for _ in range(2)]
     placements = np.stack([case.placement, *others])
-    batch = simulate_batch(compiled_problem(case), placements)
+    many = np.concatenate([placements] * 3)  # enough to be played in lock-step where that applies
+    batch = simulate_batch(compiled_problem(case), many, threads=1)
     problem = reference_problem(case)
     for plan, placement in enumerate(placements):
         expected = simulate_reference(problem, placement)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.planners.moves import Moves
-from agents.planners.recorder import Budget, Found, Recorder, Scores
+from agents.planners.recorder import Budget, Recorder, Scores
 from agents.planners.space import PlacementSpace
 
 _ILLEGAL = 1e6  # energy, above any other
@@ -26,16 +26,15 @@ class Anneal:
         chains: walks at once, from different starts.
         tries: neighbours of a chain scored at once, of which the first accepted one is taken: a
             batch keeps all cores busy, and most neighbours are refused anyway.
-        hot: temperature at the start, in energy: 0.02 accepts 2 % more time once in 2.7 times.
-        cold: temperature at the end.
-        exchanges: how often the worst chain restarts from the best, evenly over the search.
+        legs: fraction of the budget at which a leg ends, and its temperature at the start, in
+            energy (0.02 accepts 2 % more time once in 2.7 times). Each leg starts from the best.
+        cold: temperature at the end of each leg.
     """
 
-    chains: int = 4
+    chains: int = 2
     tries: int = 8
-    hot: float = 0.02
+    legs: tuple[tuple[float, float], ...] = ((0.8, 0.02), (0.9, 0.008), (1.0, 0.003))
     cold: float = 2e-5
-    exchanges: int = 10
     name: str = "anneal"
 
     def search(
@@ -49,60 +48,88 @@ class Anneal:
         moves = Moves.of(space)
         if not moves.movable.size:
             return
-        starts = _starts(space, recorder, self.chains)
-        energies = energy(space, recorder.evaluate(self.name, np.stack(starts), budget))
-        states = starts[: len(energies)]
-        exchanged = 0
-        while budget.left() and len(states):
-            spent = budget.spent()
-            temperature = self.hot * (self.cold / self.hot) ** spent
+        walks = self._start(space, recorder, budget)
+        leg = 0
+        while budget.left() and walks.states:
+            now, progress = self._leg(budget.spent())
+            if now > leg:
+                leg = now
+                walks = self._start(space, recorder, budget, spread=False)
+            hot = self.legs[leg][1]
+            temperature = hot * (self.cold / hot) ** progress
             proposals = [
-                moves.neighbour(state, rng, spent) for state in states for _ in range(self.tries)
+                moves.neighbour(state, rng, progress)
+                for state in walks.states
+                for _ in range(self.tries)
             ]
             scores = recorder.evaluate(self.name, np.stack(proposals), budget)
-            self._accept(states, energies, proposals, energy(space, scores), temperature, rng)
-            if int(spent * self.exchanges) > exchanged:
-                exchanged = int(spent * self.exchanges)
-                best, worst = int(energies.argmin()), int(energies.argmax())
-                states[worst], energies[worst] = states[best], energies[best]
+            walks.advance(proposals, energy(space, scores), temperature, rng)
 
-    def _accept(
+    def _leg(self, spent: float) -> tuple[int, float]:
+        """Returns which leg a fraction of the budget is in, and how far along it."""
+        begin = 0.0
+        for leg, (end, _) in enumerate(self.legs):
+            if spent < end:
+                return leg, (spent - begin) / (end - begin)
+            begin = end
+        return len(self.legs) - 1, 1.0
+
+    def _start(
+        self, space: PlacementSpace, recorder: Recorder, budget: Budget, *, spread: bool = True
+    ) -> "_Walks":
+        """Returns chains at the best placements: of different planners, or all at the very best."""
+        starts = _bests(space, recorder)[: self.chains if spread else 1]
+        energies = energy(space, recorder.evaluate(self.name, np.stack(starts), budget)).tolist()
+        more = (self.chains - len(starts)) * bool(energies)
+        starts, energies = starts[: len(energies)], energies
+        return _Walks(starts + starts[:1] * more, energies + energies[:1] * more)
+
+
+@dataclass(slots=True)
+class _Walks:
+    """Where the chains are."""
+
+    states: list[NDArray[np.int32]]  # [chain][unit]
+    energies: list[float]  # [chain]
+
+    def advance(
         self,
-        states: list[NDArray[np.int32]],
-        energies: NDArray[np.float64],
         proposals: Sequence[NDArray[np.int32]],
-        proposed: NDArray[np.float64],
+        energies: NDArray[np.float64],
         temperature: float,
         rng: np.random.Generator,
     ) -> None:
-        """Moves each chain to the first of its neighbours that Metropolis' rule accepts."""
+        """Moves each chain to the first of its neighbours that Metropolis' rule accepts.
+
+        Args:
+            proposals: neighbours, those of the first chain first, equally many of each.
+            energies: theirs, [plan]; fewer where the budget ended.
+            temperature: in energy.
+            rng: draws the limits.
+        """
         limits = temperature * -np.log1p(-rng.random(len(proposals)))
-        for chain in range(len(states)):
-            for index in range(chain * self.tries, min((chain + 1) * self.tries, len(proposed))):
-                if proposed[index] - energies[chain] <= limits[index]:
-                    states[chain], energies[chain] = proposals[index], proposed[index]
-                    break
+        tries = len(proposals) // len(self.states)
+        for index, value in enumerate(energies.tolist()):
+            chain, first = divmod(index, tries)
+            if first == 0:
+                moved = False
+            if not moved and value - self.energies[chain] <= limits[index]:
+                self.states[chain], self.energies[chain] = proposals[index], value
+                moved = True
 
 
 def energy(space: PlacementSpace, scores: Scores) -> NDArray[np.float64]:
-    """Returns log(step time / s) + overflow as a multiple of the mean capacity, [plan]."""
+    """Returns log(step time / s), and more for bytes over the mean capacity, [plan]."""
     capacity = max(1.0, float(space.problem.capacity[list(space.devices)].mean()))
-    time = np.where(np.isfinite(scores.step_time), scores.step_time, 1.0)
+    legal = np.isfinite(scores.step_time)
+    time = np.where(legal, np.maximum(scores.step_time, 1e-300), 1.0)
     over = scores.overflow / capacity
-    values = np.log(np.maximum(time, 1e-300)) + np.where(over > 0, 0.05 + 5.0 * over, 0.0)
-    return np.where(np.isfinite(scores.step_time), values, _ILLEGAL)
+    penalty = np.where(over > 0, 0.05 + 5.0 * over, 0.0)
+    return np.where(legal, np.log(time) + penalty, _ILLEGAL)
 
 
-def _starts(space: PlacementSpace, recorder: Recorder, count: int) -> list[NDArray[np.int32]]:
-    """Returns the best placements of different planners, best first; the default if there is none.
-
-    Chains beyond the number of planners start from the best again.
-    """
-
-    def rank(found: Found) -> tuple[int, float]:
-        return found.overflow, found.step_time
-
-    ranked = sorted(recorder.by_finder.values(), key=rank)
+def _bests(space: PlacementSpace, recorder: Recorder) -> list[NDArray[np.int32]]:
+    """Returns the best placements of the planners, best first; the default if there is none."""
+    ranked = sorted(recorder.by_finder.values(), key=lambda found: found.rank)
     distinct = {found.placement.tobytes(): found.placement for found in ranked}
-    starts = list(distinct.values())[:count] or [space.default]
-    return starts + [starts[0]] * (count - len(starts))
+    return list(distinct.values()) or [space.default]

@@ -47,6 +47,7 @@ class Budget:
         self.evaluations = evaluations
         self.used = 0  # evaluations
         self._parent = parent
+        self._stopped = False
         self._started = time.perf_counter()
 
     def charge(self, evaluations: int) -> None:
@@ -54,6 +55,10 @@ class Budget:
         self.used += evaluations
         if self._parent is not None:
             self._parent.charge(evaluations)
+
+    def stop(self) -> None:
+        """Ends the search: what is left is not needed."""
+        self._stopped = True
 
     def room(self) -> int | None:
         """Returns evaluations that may still be made, None = any number."""
@@ -71,7 +76,8 @@ class Budget:
 
     def spent(self) -> float:
         """Returns the fraction that is spent, 0 to 1; an unlimited budget stays at 0."""
-        fractions = [0.0 if self._parent is None else self._parent.spent() >= 1.0]
+        over = self._stopped or (self._parent is not None and not self._parent.left())
+        fractions = [float(over)]
         if self.evaluations is not None:
             fractions.append(self.used / self.evaluations if self.evaluations else 1.0)
         if self.seconds is not None:
@@ -80,7 +86,7 @@ class Budget:
         return min(1.0, max(fractions))
 
     def left(self) -> bool:
-        """Returns whether anything is left."""
+        """Whether anything is left."""
         return self.spent() < 1.0
 
     def part(self, fraction: float) -> "Budget":
@@ -107,10 +113,14 @@ class Found(NamedTuple):
         """Whether it fits the memory."""
         return self.overflow == 0
 
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What decides which of two is better, least first: bytes over capacity, then time."""
+        return self.overflow, self.step_time
+
     def beats(self, other: "Found | None") -> bool:
-        """Whether it is better: it fits, or is less over; then the less step time. Ties lose."""
-        mine = (self.overflow, self.step_time)
-        return other is None or mine < (other.overflow, other.step_time)
+        """Whether it is better; a tie is not."""
+        return other is None or self.rank < other.rank
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,6 +19,9 @@ from simcore.simulation import simulate_batch
 from simcore.units import format_bytes
 
 
+_THREADS_PAY = 40_000  # ops in a batch; below, starting threads takes longer than it saves
+
+
 class Planner(Protocol):
     """One strategy: proposes placements of a space until it has no more ideas or no budget."""
 
@@ -122,7 +125,9 @@ class PlacementSpace:
 
     def evaluate(self, unit_placements: NDArray[np.integer]) -> Scores:
         """Simulates placements, int [plan, unit]; the result does not depend on the threads."""
-        outcome = simulate_batch(self.problem, self.problem.expand(unit_placements))
+        plans = self.problem.expand(unit_placements)
+        threads = 1 if plans.size < _THREADS_PAY else None
+        outcome = simulate_batch(self.problem, plans, threads=threads)
         return Scores(outcome.step_time, outcome.overflow, outcome.status)
 
     def repair(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:

@@ -3,7 +3,8 @@
 from simcore.kernel.compiled import keyed_cache
 
 with keyed_cache():
-    from simcore.kernel.batch import run_batch
+    from simcore.kernel.batch import Plans, run_batch
+    from simcore.kernel.lanes import MAX_LANE_DEVICES, make_lanes
     from simcore.kernel.records import (
         COST,
         NONE,
@@ -13,6 +14,7 @@ with keyed_cache():
         TENSOR,
         TOUCH,
         Contention,
+        Engine,
         Host,
         Mode,
         Order,
@@ -28,6 +30,7 @@ with keyed_cache():
 
 __all__ = [
     "COST",
+    "MAX_LANE_DEVICES",
     "NONE",
     "OP",
     "PAIR",
@@ -35,14 +38,17 @@ __all__ = [
     "TENSOR",
     "TOUCH",
     "Contention",
+    "Engine",
     "Host",
     "Mode",
     "Order",
     "Outcome",
+    "Plans",
     "Records",
     "Scratch",
     "Status",
     "Tables",
+    "make_lanes",
     "make_outcome",
     "make_records",
     "make_scratch",

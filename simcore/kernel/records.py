@@ -43,6 +43,14 @@ class Contention(IntEnum):
     FIFO = 3
 
 
+class Engine(IntEnum):
+    """How placements are played; all give the same bits where they apply."""
+
+    EVENTS = 0
+    SWEEP = 1  # static orders: one pass over the ops
+    LANES = 2  # the sweep for several placements in lock-step
+
+
 class Status(IntEnum):
     """What became of a plan."""
 
@@ -80,7 +88,7 @@ class Mode(NamedTuple):
     order: int  # Order
     host: int  # Host
     contention: int  # Contention
-    sweep: int  # 1 = take the short cut of static orders
+    engine: int  # Engine
 
 
 COST = np.dtype(

@@ -28,9 +28,7 @@ _FREE, _PORT = int(Contention.NONE), int(Contention.PORT)
 def _list_targets(tables: Tables, s: Scratch, tensor: int, source: int) -> int:
     """Lists the devices that lack a tensor, ascending; returns how many there are."""
     count = 0
-    for use in range(
-        tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader
-    ):
+    for use in range(tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader):
         target = s.ops[tables.readers[use]].place
         if target == source or s.devices[target].stamp == tensor:
             continue
@@ -67,9 +65,7 @@ def _send(tables: Tables, mode: Mode, s: Scratch, pair: int, num_bytes: int, now
 
 
 @compiled
-def _send_outputs(
-    tables: Tables, mode: Mode, s: Scratch, op: int, now: float
-) -> tuple[int, float]:
+def _send_outputs(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> tuple[int, float]:
     """Sends what an op wrote to where it is read; returns (status, latest arrival)."""
     source = s.ops[op].place
     row = source * tables.cost.shape[1]

@@ -1,0 +1,288 @@
+"""The command of the planners: ``placewright plan``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simcore.cli import FAILED, OK, Answer, Subparsers, note
+from simcore.commands import MODEL_HELP, add_job_options, job_changes
+from simcore.errors import UsageError
+from simcore.units import format_seconds
+
+if TYPE_CHECKING:
+    from agents.portfolio import PortfolioResult, Progress
+    from simcore.cluster import Cluster
+    from simcore.graph import OpGraph
+    from simcore.job import Job
+    from simcore.plan import Plan, Settings
+
+_SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SETTINGS = {
+    "order": ("program", "ready"),
+    "host": ("one", "per_rank"),
+    "launch": ("eager", "graph"),
+    "contention": ("none", "port", "ordered", "fifo"),
+}
+
+
+def add_plan(subparsers: Subparsers) -> None:
+    """Adds ``placewright plan``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="search for the fastest plan of a model on a cluster that fits the memory",
+        description="Searches for a device for every part of the model (or, under the strategy "
+        "auto, for copies of it) with the least step time that fits the memory; writes the plan.",
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a preset, or a .toml file"
+    )
+    parser.add_argument("--out", type=Path, default=Path("plan.json"), metavar="FILE",
+                        help="where the plan is written (plan.json)")  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    _add_search_options(parser.add_argument_group("search"))
+    add_job_options(parser)
+    add_settings_options(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _add_search_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--strategy",
+        choices=("auto", "placement"),
+        default="auto",
+        help="placement: a device for every op; auto: copies of the model compete too (auto)",
+    )
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--budget", type=_seconds, metavar="SECONDS", help="how long to search (20)"
+    )
+    budget.add_argument(
+        "--evaluations",
+        type=_whole,
+        metavar="N",
+        help="placements to simulate instead; then the same seed gives the same plan",
+    )
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the search (0)")
+    group.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="MODULE=DEVICE",
+        help="keep a module, with all inside it, or an op on a device; may be repeated",
+    )
+    group.add_argument(
+        "--exclude", action="append", default=[], metavar="DEVICE",
+        help="use a device for nothing; may be repeated",
+    )  # fmt: skip
+    group.add_argument(
+        "--reserve-memory", type=_bytes, default=0, metavar="SIZE",
+        help="leave this much free on every GPU, for example 1GiB",
+    )  # fmt: skip
+
+
+def add_settings_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of how plans are simulated; `settings_of` reads them."""
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--order", choices=_SETTINGS["order"], help="of ops on a device (program)")
+    group.add_argument("--host", choices=_SETTINGS["host"], help="processes that issue ops (one)")
+    group.add_argument("--launch", choices=_SETTINGS["launch"], help="of kernels (eager)")
+    group.add_argument(
+        "--contention", choices=_SETTINGS["contention"], help="of transfers for channels (fifo)"
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Returns the settings that the command line asks for."""
+    from simcore.plan import Settings
+
+    given = {name: getattr(args, name) for name in _SETTINGS}
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def _plan(args: argparse.Namespace) -> Answer:
+    from agents import portfolio
+    from simcore import cluster as clusters
+    from simcore.sources import is_captured, load_graph
+
+    pins = _pins(args.pin)
+    _check_writable(args.out)
+    cluster = clusters.resolve(args.cluster)
+    if is_captured(args.model) and not args.quiet:
+        note(f"capturing {args.model} ...")
+    graph, job, source = load_graph(args.model, job_changes(args))
+    with _Display(quiet=args.quiet) as display:
+        found = portfolio.plan(
+            graph,
+            cluster,
+            job,
+            settings=settings_of(args),
+            strategy=args.strategy,
+            budget_seconds=portfolio.DEFAULT_BUDGET if args.budget is None else args.budget,
+            evaluations=args.evaluations,
+            seed=args.seed,
+            pins=pins,
+            exclude=args.exclude,
+            reserve_memory=args.reserve_memory,
+            progress=display.update,
+        )
+    plan = located(found.plan, args.out, source, args.cluster)
+    if found.feasible:
+        plan.save(args.out)
+    return _answer(graph, cluster, job, found, args.out)
+
+
+def _answer(
+    graph: OpGraph, cluster: Cluster, job: Job, found: PortfolioResult, out: Path
+) -> Answer:
+    from simcore.plan_summary import plan_record
+
+    record = plan_record(graph, cluster, job, found.plan, found.result, found.lower_bound)
+    record["interrupted"] = found.interrupted
+    record["out"] = str(out) if found.feasible else None
+    if found.reason is not None:
+        record["error"] = found.reason
+        note(f"placewright: error: {found.reason}")
+    return Answer(
+        data=record, show=lambda: _show(record), status=OK if found.feasible else FAILED
+    )
+
+
+def _show(record: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from simcore.plan_summary import print_plan
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge to wrap at
+    print_plan(console, record)
+    if record["interrupted"]:
+        print("interrupted: this is the best plan so far")
+    print(f"wrote {record['out']}" if record["out"] else "no plan was written")
+
+
+def located(plan: Plan, out: Path, source: str, cluster: str) -> Plan:
+    """Returns the plan with the sources that find its graph and cluster from the plan's folder."""
+    import msgspec
+
+    from simcore.sources import is_file
+
+    folder = Path(os.path.realpath(out)).parent
+    is_path = cluster.endswith(".toml") or "/" in cluster or "\\" in cluster
+    return msgspec.structs.replace(
+        plan,
+        graph=msgspec.structs.replace(
+            plan.graph, source=_relative(source, folder) if is_file(source) else source
+        ),
+        cluster=msgspec.structs.replace(
+            plan.cluster, source=_relative(cluster, folder) if is_path else cluster
+        ),
+    )
+
+
+def _relative(path: str, folder: Path) -> str:
+    """Returns a path as seen from a folder; it begins with a dot, so no model has its name."""
+    seen = os.path.relpath(os.path.realpath(path), folder).replace(os.sep, "/")
+    return seen if seen.startswith("../") else f"./{seen}"
+
+
+class _Display:
+    """Progress on standard error: one live line on a terminal, one line per stage elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.console import Console
+
+        self.console = Console(stderr=True, highlight=False)
+        self.quiet = quiet
+        self.live = self.console.status("") if self.console.is_terminal and not quiet else None
+        self.stage = ""
+        self.shown = 0.0
+
+    def __enter__(self) -> _Display:
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live is not None:
+            self.live.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Shows where the search stands, at most ten times a second."""
+        if self.quiet:
+            return
+        is_new, self.stage = progress.stage != self.stage, progress.stage
+        if self.live is None:
+            if is_new:
+                note(_line(progress))
+        elif is_new or time.monotonic() - self.shown > 0.1:
+            self.shown = time.monotonic()
+            self.live.update(_line(progress))
+
+
+def _line(progress: Progress) -> str:
+    if progress.stage == "compile":
+        return "compiling the simulator (first run only; cached on disk) ..."
+    best = "nothing fits yet"
+    if progress.best is not None:
+        best = f"best {format_seconds(progress.best)} by {progress.finder}"
+    left = progress.seconds_left
+    rest = f"{progress.spent:.0%} of the budget spent" if left is None else f"{left:.0f} s left"
+    return f"{progress.stage}: {best}, {progress.evaluations:,} simulations, {rest}"
+
+
+def _pins(texts: list[str]) -> dict[str, str]:
+    pins: dict[str, str] = {}
+    for text in texts:
+        module, equals, device = text.rpartition("=")
+        if not (equals and module and device):
+            raise UsageError(f"--pin {text}: write MODULE=DEVICE")
+        if pins.setdefault(module, device) != device:
+            raise UsageError(f"--pin {text} contradicts --pin {module}={pins[module]}")
+    return pins
+
+
+def _check_writable(out: Path) -> None:
+    """Refuses a place where no plan can be written before the search, not after it."""
+    folder = Path(os.path.realpath(out)).parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {folder}")
+    if out.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--out {out}: cannot be written")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**62):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if found is None or found[2] not in _SIZES or float(found[1]) * _SIZES[found[2]] > 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1GiB or 500MiB")
+    return round(float(found[1]) * _SIZES[found[2]])

@@ -1,0 +1,300 @@
+"""The sweep for several placements in lock-step, one lane each.
+
+Under a static order all placements visit the ops in the same sequence, so the tables are read once
+for all lanes and nothing branches on a placement. A lane whose placement breaks a rule is only
+marked: the caller runs it alone to learn which rule.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.kernel.compiled import compiled
+from simcore.kernel.records import Contention, Host, Mode, Tables
+
+LANES = 8
+MAX_LANE_DEVICES = 63  # a lane notes the devices that need a tensor as bits
+
+_ONE = int(Host.ONE)
+_FREE, _ORDERED = int(Contention.NONE), int(Contention.ORDERED)
+
+
+class LaneScratch(NamedTuple):
+    """Working memory of one thread. Axes as in `records`, and lane."""
+
+    place: NDArray[np.int64]  # [op, lane] device
+    arrival: NDArray[np.float64]  # [op, lane] s, its last remote input is there
+    allocate: NDArray[np.int64]  # [op, lane] bytes allocated just before it
+    release: NDArray[np.int64]  # [op, lane] bytes freed just after it
+    free: NDArray[np.float64]  # [dev, lane] s, its last op ends
+    host: NDArray[np.float64]  # [dev, lane] s, its host has issued up to here
+    landed: NDArray[np.float64]  # [dev, lane] s, the tensor at hand has arrived
+    used: NDArray[np.int64]  # [dev, lane] 1 = it runs an op
+    current: NDArray[np.int64]  # [dev, lane] bytes
+    peak: NDArray[np.int64]  # [dev, lane] bytes
+    port: NDArray[np.float64]  # [dev, lane] s, the last transfer out of it ends
+    stamp: NDArray[np.int64]  # [dev, lane] storage at hand
+    first: NDArray[np.int64]  # [dev, lane] op that touches it first
+    last: NDArray[np.int64]  # [dev, lane] op that touches it last
+    largest: NDArray[np.int64]  # [dev, lane] bytes of it
+    end: NDArray[np.float64]  # [lane] s, the op at hand ends
+    latest: NDArray[np.float64]  # [lane] s
+    wanted: NDArray[np.int64]  # [lane] bits: devices that lack the tensor at hand
+    broken: NDArray[np.int64]  # [lane] 1 = a rule is broken
+
+
+def make_lanes(tables: Tables) -> LaneScratch:
+    """Allocates working memory for one thread."""
+    num_ops, num_devices = tables.cost.shape
+    shapes = {"op": (num_ops, LANES), "dev": (num_devices, LANES), "lane": (LANES,)}
+    return LaneScratch(**{
+        name: np.zeros(shapes[axis], dtype) for name, (axis, dtype) in _FIELDS.items()
+    })  # fmt: skip
+
+
+_F, _I = np.float64, np.int64
+_FIELDS: dict[str, tuple[str, type]] = {
+    "place": ("op", _I), "arrival": ("op", _F), "allocate": ("op", _I), "release": ("op", _I),
+    "free": ("dev", _F), "host": ("dev", _F), "landed": ("dev", _F), "port": ("dev", _F),
+    "used": ("dev", _I), "current": ("dev", _I), "peak": ("dev", _I), "stamp": ("dev", _I),
+    "first": ("dev", _I), "last": ("dev", _I), "largest": ("dev", _I), "end": ("lane", _F),
+    "latest": ("lane", _F), "wanted": ("lane", _I), "broken": ("lane", _I),
+}  # fmt: skip
+
+
+@compiled
+def load_lanes(tables: Tables, placements: np.ndarray, begin: int, s: LaneScratch) -> None:
+    """Copies placements[begin : begin + LANES] into lanes and marks those that break a rule."""
+    num_devices = tables.cost.shape[1]
+    s.used[:] = 0
+    s.broken[:] = 0
+    for op in range(tables.cost.shape[0]):
+        leader = tables.ops[op].leader
+        for lane in range(LANES):
+            given = int(placements[begin + lane, op])
+            device = given if 0 <= given < num_devices else 0
+            s.place[op, lane] = device
+            s.used[device, lane] = 1
+            runs = tables.cost[op, device].duration < np.inf
+            legal = runs and device == given and s.place[leader, lane] == device
+            s.broken[lane] |= 0 if legal else 1
+
+
+@compiled
+def _want(tables: Tables, s: LaneScratch, tensor: int, op: int) -> int:
+    """Notes per lane which devices lack a tensor; returns the bits of all lanes together."""
+    for lane in range(LANES):
+        s.wanted[lane] = 0
+    for use in range(tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader):
+        reader = tables.readers[use]
+        for lane in range(LANES):
+            s.wanted[lane] |= 1 << s.place[reader, lane]
+    every = 0
+    for lane in range(LANES):
+        s.wanted[lane] &= ~(1 << s.place[op, lane])
+        every |= s.wanted[lane]
+    return every
+
+
+@compiled
+def _send_free(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
+    """Sends a tensor to one device, holding nothing, in the lanes where it lacks it."""
+    num_devices = tables.cost.shape[1]
+    num_bytes = tables.tensors[tensor].num_bytes
+    for lane in range(LANES):
+        route = tables.pairs[s.place[op, lane] * num_devices + target]
+        is_sent = (s.wanted[lane] >> target) & 1
+        end = s.end[lane] + route.latency + num_bytes / route.bandwidth
+        s.landed[target, lane] = end
+        latest = s.latest[lane]
+        s.latest[lane] = end if (is_sent == 1) & (end > latest) else latest
+        s.broken[lane] |= is_sent & (1 - route.reachable)
+
+
+@compiled
+def _send_port(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
+    """The same, through the sender's port."""
+    num_devices = tables.cost.shape[1]
+    num_bytes = tables.tensors[tensor].num_bytes
+    for lane in range(LANES):
+        source = s.place[op, lane]
+        route = tables.pairs[source * num_devices + target]
+        is_sent = (s.wanted[lane] >> target) & 1
+        before = s.port[source, lane]
+        end = max(s.end[lane] + route.latency, before) + num_bytes / route.bandwidth
+        s.landed[target, lane] = end
+        s.port[source, lane] = end if is_sent == 1 else before
+        latest = s.latest[lane]
+        s.latest[lane] = end if (is_sent == 1) & (end > latest) else latest
+        s.broken[lane] |= is_sent & (1 - route.reachable)
+
+
+@compiled
+def _deliver(tables: Tables, s: LaneScratch, tensor: int, op: int) -> None:
+    """Lets the readers of a tensor wait for it where it had to travel."""
+    for use in range(tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader):
+        reader = tables.readers[use]
+        for lane in range(LANES):
+            target = s.place[reader, lane]
+            landed, before = s.landed[target, lane], s.arrival[reader, lane]
+            is_later = (target != s.place[op, lane]) & (landed > before)
+            s.arrival[reader, lane] = landed if is_later else before
+
+
+@compiled
+def _run_op(tables: Tables, mode: Mode, s: LaneScratch, op: int) -> None:
+    """Runs one op in every lane; its end is left in the scratch."""
+    for lane in range(LANES):
+        device = s.place[op, lane]
+        cost = tables.cost[op, device]
+        host = device * mode.host
+        issue = s.host[host, lane] + cost.launch
+        end = max(s.free[device, lane], s.arrival[op, lane], issue) + cost.duration
+        s.free[device, lane] = end
+        s.host[host, lane] = end if cost.sync == 1 else issue
+        s.end[lane] = end
+        s.latest[lane] = max(s.latest[lane], end)
+
+
+@compiled
+def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
+    """Leaves the step time of each lane in `latest`, and peak bytes per device in `peak`."""
+    s.arrival[:] = 0.0
+    s.free[:] = 0.0
+    s.host[:] = 0.0
+    s.port[:] = 0.0
+    s.latest[:] = 0.0
+    for op in range(tables.cost.shape[0]):
+        _run_op(tables, mode, s, op)
+        for tensor in range(tables.ops[op].first_output, tables.ops[op + 1].first_output):
+            every = _want(tables, s, tensor, op)
+            if every == 0:
+                continue
+            for target in range(tables.cost.shape[1]):
+                if (every >> target) & 1 == 0:
+                    continue
+                if mode.contention == _FREE:
+                    _send_free(tables, s, tensor, op, target)
+                else:
+                    _send_port(tables, s, tensor, op, target)
+            _deliver(tables, s, tensor, op)
+    _walk_memory(tables, s)
+
+
+@compiled
+def _hold(tables: Tables, s: LaneScratch) -> None:
+    """Counts what each device holds for the whole step."""
+    s.current[:] = 0
+    for op in range(tables.cost.shape[0]):
+        resident = tables.ops[op].resident
+        if resident > 0:
+            for lane in range(LANES):
+                s.current[s.place[op, lane], lane] += resident
+    for held in range(tables.held_bytes.shape[0]):
+        for use in range(tables.first_holder[held], tables.first_holder[held + 1]):
+            for lane in range(LANES):
+                device = s.place[tables.holders[use], lane]
+                is_first = True
+                for other in range(tables.first_holder[held], use):
+                    is_first &= s.place[tables.holders[other], lane] != device
+                s.current[device, lane] += tables.held_bytes[held] if is_first else 0
+
+
+@compiled
+def _note_two(tables: Tables, s: LaneScratch, begin: int) -> None:
+    """Finds the same for a storage of two units, without looking at devices one by one."""
+    a, b = tables.spans[begin], tables.spans[begin + 1]
+    first_a, first_b, last_a, last_b = a.first, b.first, a.last, b.last
+    size_a, size_b = a.num_bytes, b.num_bytes
+    both, ends_with_b = max(size_a, size_b), last_b > last_a
+    for lane in range(LANES):
+        same = s.place[first_a, lane] == s.place[first_b, lane]
+        s.allocate[first_a, lane] += both if same else size_a
+        s.allocate[first_b, lane] += 0 if same else size_b
+        s.release[last_a, lane] += (0 if ends_with_b else both) if same else size_a
+        s.release[last_b, lane] += (both if ends_with_b else 0) if same else size_b
+
+
+@compiled
+def _note_three(tables: Tables, s: LaneScratch, begin: int) -> None:
+    """Finds the same for a storage of three units that all use as many bytes of it."""
+    a, b, c = tables.spans[begin], tables.spans[begin + 1], tables.spans[begin + 2]
+    first_a, first_b, first_c = a.first, b.first, c.first
+    last_a, last_b, last_c, size = a.last, b.last, c.last, a.num_bytes
+    for lane in range(LANES):
+        at_a, at_b, at_c = s.place[first_a, lane], s.place[first_b, lane], s.place[first_c, lane]
+        ab, ac, bc = at_a == at_b, at_a == at_c, at_b == at_c
+        s.allocate[first_a, lane] += size
+        s.allocate[first_b, lane] += 0 if ab else size
+        s.allocate[first_c, lane] += 0 if ac | bc else size
+        s.release[last_a, lane] += (
+            0 if (ab & (last_b > last_a)) | (ac & (last_c > last_a)) else size
+        )
+        s.release[last_b, lane] += (
+            0 if (ab & (last_a > last_b)) | (bc & (last_c > last_b)) else size
+        )
+        s.release[last_c, lane] += (
+            0 if (ac & (last_a > last_c)) | (bc & (last_b > last_c)) else size
+        )
+
+
+@compiled
+def _note_storage(tables: Tables, s: LaneScratch, shared: int) -> None:
+    """Finds where a storage of several units is allocated and freed on each device."""
+    begin, end = tables.first_span[shared], tables.first_span[shared + 1]
+    for index in range(begin, end):
+        span = tables.spans[index]
+        span_first, span_last, span_bytes = span.first, span.last, span.num_bytes
+        for lane in range(LANES):
+            device = s.place[span_first, lane]
+            is_new = s.stamp[device, lane] != shared
+            s.stamp[device, lane] = shared
+            first, size = s.first[device, lane], s.largest[device, lane]
+            last = s.last[device, lane]
+            s.first[device, lane] = span_first if is_new else first
+            s.largest[device, lane] = max(0 if is_new else size, span_bytes)
+            s.last[device, lane] = max(0 if is_new else last, span_last)
+    for index in range(begin, end):
+        first = tables.spans[index].first
+        for lane in range(LANES):
+            device = s.place[first, lane]
+            largest = s.largest[device, lane]
+            size = largest if s.first[device, lane] == first else 0
+            s.allocate[first, lane] += size
+            s.release[s.last[device, lane], lane] += size
+
+
+@compiled
+def _is_uniform(tables: Tables, begin: int) -> bool:
+    size = tables.spans[begin].num_bytes
+    return tables.spans[begin + 1].num_bytes == size and tables.spans[begin + 2].num_bytes == size
+
+
+@compiled
+def _walk_memory(tables: Tables, s: LaneScratch) -> None:
+    _hold(tables, s)
+    for device in range(tables.cost.shape[1]):
+        for lane in range(LANES):
+            s.peak[device, lane] = s.current[device, lane]
+    for op in range(tables.cost.shape[0]):
+        for lane in range(LANES):
+            s.allocate[op, lane] = tables.ops[op].allocate
+            s.release[op, lane] = tables.ops[op].release
+    s.stamp[:] = -1
+    for shared in range(tables.first_span.shape[0] - 1):
+        begin = tables.first_span[shared]
+        units = tables.first_span[shared + 1] - begin
+        if units == 2:
+            _note_two(tables, s, begin)
+        elif units == 3 and _is_uniform(tables, begin):
+            _note_three(tables, s, begin)
+        else:
+            _note_storage(tables, s, shared)
+    for op in range(tables.cost.shape[0]):
+        workspace = tables.ops[op].workspace
+        for lane in range(LANES):
+            device = s.place[op, lane]
+            current = s.current[device, lane] + s.allocate[op, lane]
+            s.peak[device, lane] = max(s.peak[device, lane], current + workspace)
+            s.current[device, lane] = current - s.release[op, lane]
