@@ -10,8 +10,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simcore.cli import FAILED, OK, Answer, Subparsers, note
-from simcore.commands import MODEL_HELP, add_job_options, job_changes
+from simcore.cli import FAILED, OK, Answer, Subparsers, make_console, note
+from simcore.commands import (
+    MODEL_HELP,
+    add_job_options,
+    add_settings_options,
+    job_changes,
+    settings_of,
+)
 from simcore.errors import UsageError
 from simcore.units import format_seconds
 
@@ -20,16 +26,10 @@ if TYPE_CHECKING:
     from simcore.cluster import Cluster
     from simcore.graph import OpGraph
     from simcore.job import Job
-    from simcore.plan import Plan, Settings
+    from simcore.plan import Plan
 
 _SIZES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SETTINGS = {
-    "order": ("program", "ready"),
-    "host": ("one", "per_rank"),
-    "launch": ("eager", "graph"),
-    "contention": ("none", "port", "ordered", "fifo"),
-}
 
 
 def add_plan(subparsers: Subparsers) -> None:
@@ -88,25 +88,6 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
-def add_settings_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of how plans are simulated; `settings_of` reads them."""
-    group = parser.add_argument_group("simulation")
-    group.add_argument("--order", choices=_SETTINGS["order"], help="of ops on a device (program)")
-    group.add_argument("--host", choices=_SETTINGS["host"], help="processes that issue ops (one)")
-    group.add_argument("--launch", choices=_SETTINGS["launch"], help="of kernels (eager)")
-    group.add_argument(
-        "--contention", choices=_SETTINGS["contention"], help="of transfers for channels (fifo)"
-    )
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    """Returns the settings that the command line asks for."""
-    from simcore.plan import Settings
-
-    given = {name: getattr(args, name) for name in _SETTINGS}
-    return Settings(**{name: value for name, value in given.items() if value is not None})
-
-
 def _plan(args: argparse.Namespace) -> Answer:
     from agents import portfolio
     from simcore import cluster as clusters
@@ -150,20 +131,13 @@ def _answer(
     if found.reason is not None:
         record["error"] = found.reason
         note(f"placewright: error: {found.reason}")
-    return Answer(
-        data=record, show=lambda: _show(record), status=OK if found.feasible else FAILED
-    )
+    return Answer(data=record, show=lambda: _show(record), status=OK if found.feasible else FAILED)
 
 
 def _show(record: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from simcore.plan_summary import print_plan
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge to wrap at
-    print_plan(console, record)
+    print_plan(make_console(), record)
     if record["interrupted"]:
         print("interrupted: this is the best plan so far")
     print(f"wrote {record['out']}" if record["out"] else "no plan was written")

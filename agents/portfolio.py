@@ -34,6 +34,7 @@ from simcore.plan_summary import describe_job
 from simcore.profile import load_profile
 from simcore.result import Result
 from simcore.simulation import simulate
+from simcore.units import format_bytes
 
 BASELINES: tuple[Planner, ...] = (SingleDevice(), RoundRobin(), RandomPlacement(), ChainSplit())
 CONSTRUCTIVE: tuple[Planner, ...] = (MTopo(), MEtf(), Heft(), CpuOnly())
@@ -330,19 +331,15 @@ class _Search:
     def _reason(self) -> str:
         """Says why nothing fits, with the device that is fullest."""
         problem = self.space.problem
-        cause = "; ".join(
-            text
-            for text in (
-                f"nothing found fits: the best attempt {self.space.overflow(self._found().placement)}",
-                self._shortage(),
+        worst = self.space.overflow(self._found().placement)
+        text = f"nothing found fits: the best attempt {worst}"
+        least, room = self.space.least_memory, self.space.total_capacity
+        if least > room:
+            text += (
+                f"; parameters and optimizer state alone take {format_bytes(least)}, and all "
+                f"devices together have {format_bytes(room)}"
             )
-            if text
-        )
-        return f"{problem.graph.name} on {problem.cluster.name}: {cause}"
-
-    def _shortage(self) -> str:
-        """Says so where parameters and optimizer state alone are more than all memory."""
-        return ""
+        return f"{problem.graph.name} on {problem.cluster.name}: {text}"
 
 
 def _predicted(cluster: Cluster, result: Result, bound: float) -> Predicted:
@@ -353,11 +350,13 @@ def _predicted(cluster: Cluster, result: Result, bound: float) -> Predicted:
         peak_memory_bytes={use.name: use.reserved for use in result.devices},
         lower_bound_s=bound,
         simulator=f"placewright {_version()}",
-        profiles={
-            kind: hashlib.sha256(msgspec.json.encode(load_profile(kind))).hexdigest()[:16]
-            for kind in kinds
-        },
+        profiles={kind: _profile_hash(kind) for kind in kinds},
     )
+
+
+def _profile_hash(kind: str) -> str:
+    content = msgspec.json.encode(load_profile(kind), order="sorted")
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _version() -> str:

@@ -3,7 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.cluster import Cluster
+from simcore.graph import OpGraph
 from simcore.lower import Problem
+from simcore.plan import Plan, Settings
+from simcore.result import Result
 
 DUAL_STEPS = 200
 ROUNDING = 1e-12  # relative; a sum of seconds added in another order may be less by this
@@ -73,3 +77,27 @@ def work_bound(problem: Problem, allowed: NDArray[np.bool_]) -> float:
         price = price * scale
         price /= (price * count).sum()
     return best * (1.0 - ROUNDING)
+
+
+def plan_bound(
+    graph: OpGraph, cluster: Cluster, plan: Plan, settings: Settings, result: Result
+) -> float:
+    """Returns a lower bound for the plan space that a plan was found in, in s.
+
+    The plan's own, which knows what the search was free to do, unless it is simulated otherwise
+    than it was planned; then any placement may be compared with.
+
+    Args:
+        graph: the graph.
+        cluster: the cluster.
+        plan: the plan.
+        settings: how it is simulated now.
+        result: its simulation.
+    """
+    if plan.predicted is not None and settings == plan.settings:
+        bound = plan.predicted.lower_bound_s
+    elif plan.stages[0].mesh is not None:
+        bound = max(use.busy for use in result.devices) + result.collective_time
+    else:
+        bound = placement_bound(Problem.build(graph, cluster, plan.job, settings))
+    return min(bound, result.step_time)

@@ -6,6 +6,8 @@ returns an `Answer`. The module of a command imports heavy packages inside ``run
 stays fast.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import json
@@ -17,9 +19,12 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from simcore.errors import InfeasibleError, PlacewrightError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -97,6 +102,16 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def make_console() -> Console:
+    """Returns a console on standard output."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge to wrap at
+    return console
+
+
 def show_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Container[int] | None = None
 ) -> None:
@@ -107,20 +122,16 @@ def show_table(
         rows: the cells, as many per row as there are columns.
         right: columns that are aligned to the right; None is all but the first.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge to wrap at
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         is_right = index > 0 if right is None else index in right
         table.add_column(Text(column), justify="right" if is_right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # Text: names may hold markup's brackets
-    console.print(table)
+    make_console().print(table)
 
 
 def _answer(arguments: list[str], *, as_json: bool) -> int:

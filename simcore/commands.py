@@ -1,4 +1,4 @@
-"""The commands of the simulator: ``placewright graph`` and ``placewright clusters``."""
+"""The commands of the simulator: ``placewright simulate``, ``graph`` and ``clusters``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from simcore.cli import Answer, Subparsers, note, show_table
+from msgspec.structs import asdict, replace
+
+from simcore.cli import FAILED, OK, Answer, Subparsers, make_console, note, show_table
 from simcore.errors import UsageError
 from simcore.job import Optimizer, Precision
 from simcore.units import GB, US, GiB, format_bytes, format_count, format_seconds
@@ -18,8 +20,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from simcore.cluster import Cluster
+    from simcore.graph import OpGraph
+    from simcore.plan import Plan, Settings
 
 Row = dict[str, Any]
+
+_SETTINGS = {
+    "order": ("program", "ready"),
+    "host": ("one", "per_rank"),
+    "launch": ("eager", "graph"),
+    "contention": ("none", "port", "ordered", "fifo"),
+}
 
 MODEL_HELP = (
     "a model by name (--list), a factory of your own (package.module:function), or a graph file: "
@@ -46,6 +57,26 @@ def job_changes(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of the job that the command line sets."""
     names = ("batch", "sequence_length", "optimizer", "precision", "assume_linear")
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def add_settings_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of how plans are simulated; `settings_of` reads them."""
+    group = parser.add_argument_group("simulation")
+    group.add_argument("--order", choices=_SETTINGS["order"], help="of ops on a device (program)")
+    group.add_argument("--host", choices=_SETTINGS["host"], help="processes that issue ops (one)")
+    group.add_argument("--launch", choices=_SETTINGS["launch"], help="of kernels (eager)")
+    group.add_argument(
+        "--contention", choices=_SETTINGS["contention"], help="of transfers for channels (fifo)"
+    )
+
+
+def settings_of(args: argparse.Namespace, base: Settings | None = None) -> Settings:
+    """Returns the settings that the command line asks for, the others as in `base`."""
+    from simcore.plan import Settings
+
+    given = {name: getattr(args, name) for name in _SETTINGS}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return replace(base or Settings(), **changes)
 
 
 def add_graph(subparsers: Subparsers) -> None:
@@ -279,3 +310,74 @@ def _show_cluster(data: Row) -> None:
     routes = data["route_bandwidth_GBps"]
     rows = [[a, *(f"{routes[a][b]:g}" if b in routes[a] else "-" for b in routes)] for a in routes]
     show_table(["", *routes], rows)
+
+
+def add_simulate(subparsers: Subparsers) -> None:
+    """Adds ``placewright simulate``."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="simulate a plan file again, and write its timeline",
+        description="Finds the graph and the cluster that a plan belongs to, checks that they are "
+        "the same, and simulates the plan.",
+    )
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file")
+    parser.add_argument(
+        "--graph", metavar="MODEL", help="where the graph is, if not where the plan says"
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="likewise, a preset or a .toml file")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the timeline here, for ui.perfetto.dev"
+    )
+    add_settings_options(parser)
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(args: argparse.Namespace) -> Answer:
+    from simcore.bounds import plan_bound
+    from simcore.plan import Plan
+    from simcore.plan_summary import plan_record
+    from simcore.simulation import simulate
+    from simcore.trace import write_trace
+
+    plan = Plan.load(args.plan)
+    graph, cluster = _plan_graph(args, plan), _plan_cluster(args, plan)
+    settings = settings_of(args, plan.settings)
+    result = simulate(graph, cluster, plan.job, plan, settings=settings)
+    bound = plan_bound(graph, cluster, plan, settings, result)
+    record = plan_record(graph, cluster, plan.job, plan, result, bound)
+    record["trace"] = None if args.trace is None else str(args.trace)
+    if args.trace is not None:
+        write_trace(args.trace, graph, cluster, result)
+        note(f"wrote {args.trace}")
+    status = OK if result.feasible else FAILED
+    return Answer(data=record, show=lambda: _show_plan(record), status=status)
+
+
+def _show_plan(record: Row) -> None:
+    from simcore.plan_summary import print_plan
+
+    print_plan(make_console(), record)
+
+
+def _plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:
+    """Returns the graph a plan is for; code is run only if the command line names it."""
+    from simcore.sources import is_captured, is_file, load_graph
+
+    source = args.graph or plan.graph.source
+    if not source:
+        raise UsageError(f"{args.plan}: does not say where its graph is; give --graph")
+    if not args.graph and is_file(source):
+        source = str(args.plan.resolve().parent / source)
+    if is_captured(source):
+        note(f"capturing {source} ...")
+    job = {name: value for name, value in asdict(plan.job).items() if value is not None}
+    return load_graph(source, job, trusted=bool(args.graph))[0]
+
+
+def _plan_cluster(args: argparse.Namespace, plan: Plan) -> Cluster:
+    from simcore.cluster import resolve
+
+    source = plan.cluster.source
+    if args.cluster is None and source.startswith("."):
+        source = str(args.plan.resolve().parent / source)
+    return resolve(args.cluster or source or plan.cluster.name)

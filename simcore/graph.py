@@ -111,9 +111,11 @@ class OpGraph:
 
     @property
     def unit_names(self) -> tuple[str, ...]:
-        """Name of each unit: that of its first op."""
-        _, first = np.unique(self.unit, return_index=True)
-        return tuple(self.op_names[op] for op in first)
+        """Name of each unit: that of its first op which is not just an input or a view, [unit]."""
+        free = np.isin(self.op_class, (OpClass.INPUT, OpClass.VIEW))
+        order = np.lexsort((np.arange(self.num_ops), free, self.unit))
+        _, first = np.unique(self.unit[order], return_index=True)
+        return tuple(self.op_names[op] for op in order[first])
 
     @property
     def persistent_storage(self) -> NDArray[np.bool_]:

@@ -10,15 +10,16 @@ from rich.text import Text
 from simcore.cluster import Cluster
 from simcore.graph import OpGraph
 from simcore.job import Job
-from simcore.plan import Plan, Provenance
+from simcore.plan import Plan
 from simcore.profile import load_profile
 from simcore.result import DeviceUse, Result
 from simcore.units import format_bytes, format_seconds
 
 Row = dict[str, Any]  # what the command line prints as JSON; the unit is in the key
 
-MODEL_ERROR = 0.01  # relative; what differs by less is called equal in words
-_UNKNOWN = Provenance(strategy="", seed=0, evaluations=0, seconds=0.0)
+EQUAL = 0.01  # relative; times that differ by less are called equal in words
+MODEL_ERROR = 0.03  # relative; a gain of less may not be there on the real machine
+_SIMPLE = ("single_device", "data_parallel")
 
 
 def describe_job(job: Job) -> str:
@@ -49,7 +50,7 @@ def plan_record(
     origin = plan.provenance
     baselines = dict(origin.baselines) if origin is not None else {}
     notes = dict(origin.baseline_notes) if origin is not None else {}
-    for name in ("single_device", "data_parallel"):
+    for name in _SIMPLE:
         if baselines.setdefault(name, None) is None:
             notes.setdefault(name, "not known: the plan file does not say")
     return {
@@ -166,7 +167,7 @@ def _explain_spread(
     sentences = []
     if single is None and "single_device" in notes:
         sentences.append(f"One GPU alone {_cannot(notes)}.")
-    if one is not None and step >= one * (1.0 - MODEL_ERROR):
+    if one is not None and step >= one * (1.0 - EQUAL):
         sentences.append(
             f"This is no faster than one GPU; use it only to fit: of {len(used)} devices "
             f"{at_once:.2f} compute at a time."
@@ -181,7 +182,17 @@ def _explain_spread(
     copies = baselines.get("data_parallel")
     if copies is not None and copies < step:
         sentences.append(f"Copies of the model (data parallel) would take {format_seconds(copies)}.")
-    return " ".join(sentences)
+    return " ".join(sentences + _tied(step, baselines))
+
+
+def _tied(step: float, baselines: Mapping[str, float | None]) -> list[str]:
+    """Returns a warning where a simpler plan is about as fast."""
+    for name in _SIMPLE:
+        time = baselines.get(name)
+        if time is not None and step <= time < step * (1.0 + MODEL_ERROR):
+            gain = time / step - 1.0
+            return [f"{name} is simpler and only {gain:.1%} slower: less than the model's error."]
+    return []
 
 
 def _cannot(notes: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ class Anneal:
 
     chains: int = 2
     tries: int = 8
-    legs: tuple[tuple[float, float], ...] = ((0.8, 0.02), (0.9, 0.008), (1.0, 0.003))
+    legs: tuple[tuple[float, float], ...] = ((0.7, 0.02), (0.85, 0.008), (1.0, 0.003))
     cold: float = 2e-5
     name: str = "anneal"
 

@@ -18,7 +18,6 @@ from simcore.profile import load_profile
 from simcore.simulation import simulate_batch
 from simcore.units import format_bytes
 
-
 _THREADS_PAY = 40_000  # ops in a batch; below, starting threads takes longer than it saves
 
 
@@ -122,6 +121,20 @@ class PlacementSpace:
     def num_devices(self) -> int:
         """Number of devices of the cluster, those that may not be used included."""
         return self.allowed.shape[1]
+
+    @property
+    def least_memory(self) -> int:
+        """Bytes of parameters, buffers and optimizer state: what every placement has to hold."""
+        graph, job = self.problem.graph, self.problem.job
+        sized = graph.at_batch(self.problem.batch)
+        state = int(graph.elements.sum()) * job.state_bytes_per_element()
+        held = int(sized.storage_bytes[graph.persistent_storage].sum())
+        return held + state + int(sized.resident.sum())
+
+    @property
+    def total_capacity(self) -> int:
+        """Bytes that all devices have together that any unit may use."""
+        return int(self.problem.capacity[self.allowed.any(axis=0)].sum())
 
     def evaluate(self, unit_placements: NDArray[np.integer]) -> Scores:
         """Simulates placements, int [plan, unit]; the result does not depend on the threads."""
