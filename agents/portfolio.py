@@ -1,4 +1,4 @@
-"""Planners under one budget -> the best plan that any of them found, who it was, and a lower bound."""
+"""Planners under one budget -> the best plan that any of them found, and a lower bound."""
 
 import hashlib
 import time
@@ -23,13 +23,14 @@ from agents.planners.recorder import Budget, Found, Recorder
 from agents.planners.round_robin import RoundRobin
 from agents.planners.single_device import CpuOnly, SingleDevice
 from agents.planners.space import PlacementSpace, Planner
+from agents.planners.tidy import Tidy
 from simcore.bounds import placement_bound
 from simcore.cluster import Cluster
 from simcore.errors import InfeasibleError
 from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.lower import Problem
-from simcore.plan import Constraints, Plan, Predicted, Provenance, Settings
+from simcore.plan import ONE_HOST, Constraints, Plan, Predicted, Provenance, Settings
 from simcore.plan_summary import describe_job
 from simcore.profile import load_profile
 from simcore.result import Result
@@ -38,7 +39,8 @@ from simcore.units import format_bytes
 
 BASELINES: tuple[Planner, ...] = (SingleDevice(), RoundRobin(), RandomPlacement(), ChainSplit())
 CONSTRUCTIVE: tuple[Planner, ...] = (MTopo(), MEtf(), Heft(), CpuOnly())
-IMPROVERS: tuple[Planner, ...] = (Exhaustive(), Anneal())
+IMPROVERS: tuple[Planner, ...] = (Exhaustive(), Anneal(), Tidy())
+SHARES = {"anneal": 0.95}  # of what is left of the budget when they start; the others take all
 
 DATA_PARALLEL = "data_parallel"
 DEFAULT_BUDGET = 20.0  # s
@@ -96,7 +98,7 @@ def plan(  # noqa: PLR0913 - what a user decides
     cluster: Cluster,
     job: Job,
     *,
-    settings: Settings = Settings(),
+    settings: Settings = ONE_HOST,
     strategy: Strategy = "auto",
     budget_seconds: float = DEFAULT_BUDGET,
     evaluations: int | None = None,
@@ -169,6 +171,8 @@ class _Search:
         self.copies: DataParallel | None = None
         self.placement_bound = placement_bound(space.problem, space.allowed)
         self.stage = ""
+        self.finished: set[str] = set()  # planners
+        self.is_improving = False
         self.interrupted = False
         self.started = time.perf_counter()
 
@@ -185,13 +189,14 @@ class _Search:
             self.interrupted = True
 
     def _run(self, planner: Planner, rng: np.random.Generator) -> None:
-        is_baseline = planner in BASELINES
-        if is_baseline or (self.budget.left() and not self._is_settled()):
-            self.stage = planner.name
+        is_baseline, is_improver = planner in BASELINES, planner in IMPROVERS
+        if is_baseline or (self.budget.left() and not (is_improver and self._is_settled())):
+            self.stage, self.is_improving = planner.name, is_improver
             own = Budget(parent=None if is_baseline else self.budget)
-            if planner in IMPROVERS:
-                own = self.budget  # their temperature follows it
+            if is_improver:
+                own = self.budget.part(SHARES.get(planner.name, 1.0))
             planner.search(self.space, rng, own, self.recorder)
+            self.finished.add(planner.name)
             if is_baseline:
                 self.budget.charge(own.used)
 
@@ -208,8 +213,8 @@ class _Search:
 
     def _note(self, recorder: Recorder, budget: Budget) -> None:
         """Tells the listener where the search stands, and ends it where nothing better exists."""
-        if self._is_settled():
-            self.budget.stop()
+        if self.is_improving and self._is_settled():
+            budget.stop()
         if self.listener is not None:
             winner = self._winner()
             self.listener(
@@ -326,13 +331,19 @@ class _Search:
             if self.constraints.pins:
                 return "the pins keep the model from being on one GPU alone"
             return "no GPU can run every op"
-        return "not run" if planner in CONSTRUCTIVE or self.interrupted else "no legal placement"
+        if planner.name not in self.finished:
+            return "not run: interrupted" if self.interrupted else "not run: the budget is spent"
+        return "has no legal placement to propose"
 
     def _reason(self) -> str:
         """Says why nothing fits, with the device that is fullest."""
         problem = self.space.problem
         worst = self.space.overflow(self._found().placement)
-        text = f"nothing found fits: the best attempt {worst}"
+        assert worst is not None
+        text = (
+            f"nothing found fits: the best attempt {worst}, {format_bytes(worst.excess)} "
+            f"({worst.excess} bytes) too much"
+        )
         least, room = self.space.least_memory, self.space.total_capacity
         if least > room:
             text += (

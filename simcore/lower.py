@@ -224,7 +224,7 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
 def _pairs(cluster: Cluster) -> Records:
     pairs = make_records(len(cluster.devices) ** 2 + 1, PAIR)
     pairs["first_hop"] = cluster.first_hop
-    pairs["bandwidth"][:-1] = cluster.route_bandwidth.ravel()
+    pairs["bandwidth"][:-1] = np.where(cluster.reachable, cluster.route_bandwidth, 1.0).ravel()
     pairs["latency"][:-1] = cluster.route_latency.ravel()
     pairs["reachable"][:-1] = cluster.reachable.ravel()
     return pairs

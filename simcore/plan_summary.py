@@ -167,21 +167,17 @@ def _explain_spread(
     sentences = []
     if single is None and "single_device" in notes:
         sentences.append(f"One GPU alone {_cannot(notes)}.")
+    share = f"{at_once:.2f} of {len(used)} devices compute at a time"
     if one is not None and step >= one * (1.0 - EQUAL):
-        sentences.append(
-            f"This is no faster than one GPU; use it only to fit: of {len(used)} devices "
-            f"{at_once:.2f} compute at a time."
-        )
+        sentences.append(f"This is no faster than one GPU; use it only to fit: {share}.")
+    elif one is not None:
+        would = " would be, if it had the memory" if single is None else ""
+        sentences.append(f"It is {one / step:.2f} times as fast as one GPU{would}: {share}.")
     else:
-        speed = f"{one / step:.2f} times as fast as one GPU" if one and step else "side by side"
-        would = " would be, if it had the memory" if single is None and one else ""
-        sentences.append(
-            f"{len(used)} devices work {'' if speed == 'side by side' else 'side by side, '}"
-            f"{speed}{would}: {at_once:.2f} compute at a time."
-        )
+        sentences.append(f"The model is spread over {len(used)} devices: {share}.")
     copies = baselines.get("data_parallel")
     if copies is not None and copies < step:
-        sentences.append(f"Copies of the model (data parallel) would take {format_seconds(copies)}.")
+        sentences.append(f"Data parallel (copies of the model) takes {format_seconds(copies)}.")
     return " ".join(sentences + _tied(step, baselines))
 
 
@@ -224,13 +220,13 @@ def print_plan(console: Console, record: Row) -> None:
 
 def print_headline(console: Console, record: Row) -> None:
     """Prints what is planned, how fast it is and why."""
-    job, step, rate = record["job"]["name"], record["step_time_s"], None
+    job, step = record["job"]["name"], record["step_time_s"]
     rate = record["throughput_samples_per_s"]
     speed = f"{format_seconds(step)} a step" + ("" if rate is None else f", {rate:.4g} samples/s")
     if not record["feasible"]:
         speed = f"does not fit ({speed} if it did)"
-    title = f"{record['graph']['name']} ({job}) on {record['cluster']['name']}: "
-    console.print(Text(title) + Text(speed, style="bold green" if record["feasible"] else "bold red"))
+    title = Text(f"{record['graph']['name']} ({job}) on {record['cluster']['name']}: ")
+    console.print(title.append(speed, style="bold green" if record["feasible"] else "bold red"))
     console.print(Text(record["explanation"]))
 
 

@@ -79,10 +79,11 @@ class Anneal:
     ) -> "_Walks":
         """Returns chains at the best placements: of different planners, or all at the very best."""
         starts = _bests(space, recorder)[: self.chains if spread else 1]
-        energies = energy(space, recorder.evaluate(self.name, np.stack(starts), budget)).tolist()
-        more = (self.chains - len(starts)) * bool(energies)
-        starts, energies = starts[: len(energies)], energies
-        return _Walks(starts + starts[:1] * more, energies + energies[:1] * more)
+        scores = recorder.evaluate(self.name, np.stack(starts), budget)
+        energies: list[float] = energy(space, scores).tolist()
+        states = starts[: len(energies)]  # fewer where the budget ended
+        more = self.chains - len(starts)
+        return _Walks(states + states[:1] * more, energies + energies[:1] * more)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.planners.earliest import mean_route
 from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace
 
@@ -39,30 +40,29 @@ class ChainSplit:
 
     def _proposals(self, space: PlacementSpace) -> Iterator[NDArray[np.int32]]:
         crossing = crossing_time(space)
-        for devices in device_lists(space):
-            chosen = list(devices)
-            speed = 1.0 / np.where(np.isfinite(space.work), space.work, 0.0)[:, chosen].sum(axis=0)
-            room = np.maximum(space.room[chosen], 1.0)
-            time = space.work.min(axis=1, initial=np.inf)
-            for weight, share in ((time, speed), (space.memory, room)):
-                parts = balanced(weight[space.order], share)
-                yield _placed(space, chosen, parts)
+        work = np.where(np.isfinite(space.work), space.work, 0.0).sum(axis=0)
+        time = space.work.min(axis=1)[space.order]
+        for order in device_orders(space):
+            for count in range(1, len(order) + 1):
+                chosen = list(order[:count])
+                share = 1.0 / np.maximum(work[chosen], 1e-300)
+                yield _placed(space, order, balanced(time, share))
+                room = np.maximum(space.room[chosen], 1.0)
+                yield _placed(space, order, balanced(space.memory[space.order], room))
             for margin in self.margins:
-                fitting = least_crossing(space, chosen, crossing, margin)
-                if fitting is not None:
-                    yield _placed(space, chosen, fitting)
+                for parts in least_crossing(space, order, crossing, margin):
+                    yield _placed(space, order, parts)
 
 
-def device_lists(space: PlacementSpace) -> list[tuple[int, ...]]:
-    """Returns the device orders that are tried: prefixes by index, by speed and by room."""
-    total = np.where(np.isfinite(space.work), space.work, 0.0).sum(axis=0)
+def device_orders(space: PlacementSpace) -> list[tuple[int, ...]]:
+    """Returns the orders in which GPUs are taken: by index, the fastest or the largest first."""
+    work = np.where(np.isfinite(space.work), space.work, 0.0).sum(axis=0)
     orders = (
         space.devices,
-        sorted(space.devices, key=lambda device: (total[device], device)),
-        sorted(space.devices, key=lambda device: (-space.room[device], device)),
+        tuple(sorted(space.devices, key=lambda device: (work[device], device))),
+        tuple(sorted(space.devices, key=lambda device: (-space.room[device], device))),
     )
-    prefixes = (tuple(order[:count]) for order in orders for count in range(1, len(order) + 1))
-    return list(dict.fromkeys(sorted(prefixes, key=len)))
+    return list(dict.fromkeys(orders))
 
 
 def balanced(weight: NDArray[np.float64], share: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -78,27 +78,22 @@ def crossing_time(space: PlacementSpace) -> NDArray[np.float64]:
 
     Both directions count (activations forward, gradients back), at the mean bandwidth and latency.
     """
-    problem, devices = space.problem, list(space.devices)
+    graph = space.problem.graph
     rank = np.empty(space.num_units, np.int64)
     rank[space.order] = np.arange(space.num_units)
-    source, target, tensor = problem.graph.edges()
-    a = rank[problem.graph.unit[source]]
-    b = rank[problem.graph.unit[target]]
+    source, target, tensor = graph.edges()
+    a = rank[graph.unit[source]]
+    b = rank[graph.unit[target]]
     furthest: dict[tuple[int, bool], int] = {}
     begin = dict(zip(tensor.tolist(), a.tolist(), strict=True))
     for item, x, y in zip(tensor.tolist(), a.tolist(), b.tolist(), strict=True):
         key = (item, y > x)
         furthest[key] = max(furthest.get(key, 0), abs(y - x))
-    grid = np.ix_(devices, devices)
-    apart = ~np.eye(len(devices), dtype=bool) & problem.cluster.reachable[grid]
-    latency = problem.cluster.route_latency[grid][apart]
-    per_byte = 1.0 / problem.cluster.route_bandwidth[grid][apart]
-    fixed = float(latency.mean()) if len(latency) else 0.0
-    slope = float(per_byte.mean()) if len(per_byte) else 0.0
+    latency, per_byte = mean_route(space, space.devices)
     change = np.zeros(space.num_units + 1)
     for (item, forward), length in furthest.items():
         low = begin[item] if forward else begin[item] - length
-        seconds = fixed + space.tensor_bytes[item] * slope
+        seconds = latency + space.tensor_bytes[item] * per_byte
         change[low] += seconds
         change[low + length] -= seconds
     return np.cumsum(change)[:-1]
@@ -106,48 +101,69 @@ def crossing_time(space: PlacementSpace) -> NDArray[np.float64]:
 
 def least_crossing(
     space: PlacementSpace,
-    devices: Sequence[int],
+    order: Sequence[int],
     crossing: NDArray[np.float64],
     margin: float,
-) -> NDArray[np.int64] | None:
-    """Returns parts that fit and whose cuts take the least time, [item of the order], or None.
+) -> list[NDArray[np.int64]]:
+    """Returns parts that fit and whose cuts take the least time, [item of the order] each.
 
-    Dynamic program over (devices used, units placed); every device gets at least one unit.
+    One for each number of devices for which there are such parts. Dynamic program over (devices
+    used, units placed); every device gets at least one unit.
+
+    Args:
+        space: the space.
+        order: devices; the first ones are used.
+        crossing: seconds of a cut after each unit of the program order, [unit].
+        margin: fraction of the room of a device that may be used.
     """
-    count, num_items = len(devices), space.num_units
-    if count > num_items:
-        return None
+    num_items = space.num_units
     used = np.concatenate([[0.0], np.cumsum(space.memory[space.order])])
     work = np.where(np.isfinite(space.work), space.work, 0.0)[space.order]
     ahead = np.vstack([np.zeros(space.num_devices), np.cumsum(work, axis=0)])
-    cost = np.full((count + 1, num_items + 1), np.inf)
-    cost[0, 0] = 0.0
-    cut = np.zeros((count + 1, num_items + 1), np.int64)
-    for part in range(1, count + 1):
-        device = devices[part - 1]
-        opening = cost[part - 1] - ahead[:, device]
-        if part > 1:
+    cost = np.full(num_items + 1, np.inf)
+    cost[0] = 0.0
+    cuts: list[NDArray[np.int64]] = []
+    found = []
+    for device in order[:num_items]:
+        opening = cost - ahead[:, device]
+        if cuts:
             opening[1:] += crossing
         first = np.searchsorted(used, used - space.room[device] * margin, side="left")
-        for end in range(part, num_items + 1):
-            if first[end] < end:
-                begin = int(first[end]) + int(opening[first[end] : end].argmin())
-                cost[part, end] = opening[begin] + ahead[end, device]
-                cut[part, end] = begin
-    if not np.isfinite(cost[count, num_items]):
-        return None
-    parts = np.zeros(num_items, np.int64)
-    end = num_items
-    for part in range(count, 0, -1):
-        begin = int(cut[part, end])
-        parts[begin:end] = part - 1
+        cost, cut = _close(opening, first)
+        cost += ahead[:, device]
+        cuts.append(cut)
+        if np.isfinite(cost[num_items]):
+            found.append(_parts(cuts))
+    return found
+
+
+def _close(
+    opening: NDArray[np.float64], first: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Returns the least of opening[first[end] : end] and where it is, for every end, [unit + 1]."""
+    cost = np.full(len(opening), np.inf)
+    cut = np.zeros(len(opening), np.int64)
+    for end, begin in enumerate(first.tolist()):
+        if begin < end:
+            cut[end] = begin + opening[begin:end].argmin()
+            cost[end] = opening[cut[end]]
+    return cost, cut
+
+
+def _parts(cuts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Follows the cuts back from the end and returns the part of each item, [item]."""
+    parts = np.zeros(len(cuts[0]) - 1, np.int64)
+    end = len(parts)
+    for part in range(len(cuts) - 1, -1, -1):
+        begin = int(cuts[part][end])
+        parts[begin:end] = part
         end = begin
     return parts
 
 
 def _placed(
-    space: PlacementSpace, devices: Sequence[int], parts: NDArray[np.int64]
+    space: PlacementSpace, order: Sequence[int], parts: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     placement = np.zeros(space.num_units, np.int32)
-    placement[space.order] = np.array(devices, np.int32)[parts]
+    placement[space.order] = np.array(order, np.int32)[parts]
     return space.repair(placement)

@@ -78,12 +78,9 @@ def _unknown(graph: OpGraph, name: str) -> str:
             paths.add(module)
             module = module.rpartition(".")[0]  # noqa: PLW2901 - up to the root
     known = sorted(paths - {""}) + list(graph.op_names)
-    hint = suggestion(name, known) or f"; modules start with {', '.join(_roots(paths))}"
+    roots = sorted({path.partition(".")[0] for path in paths - {""}})[:8]
+    hint = suggestion(name, known) or (roots and f"; modules: {', '.join(roots)}") or ""
     return f"{graph.name} has no module or op {name!r}{hint}"
-
-
-def _roots(paths: set[str]) -> list[str]:
-    return sorted({path.partition(".")[0] for path in paths if path})[:8] or ["nothing: it has none"]
 
 
 def _device(cluster: Cluster, name: str, flag: str) -> int:

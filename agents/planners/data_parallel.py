@@ -15,6 +15,7 @@ from simcore.lower import Problem
 from simcore.plan import Plan
 from simcore.result import Result
 from simcore.simulation import run_data_parallel
+from simcore.units import format_seconds
 
 _RING_STEPS = 20_000  # of the search for a ring over wide routes
 
@@ -63,8 +64,8 @@ def data_parallel(
     """
     if is_pinned:
         return DataParallel(note="a copy of the model is on every GPU, so nothing can be pinned")
-    whole = space.problem.supported.all(axis=0)
-    devices = [device for device in space.devices if whole[device]]
+    supported = space.problem.supported
+    devices = [device for device in space.devices if supported[:, device].all()]
     if len(devices) < 2:
         return DataParallel(note="needs two GPUs that can run the whole model")
     ranked = sorted(devices, key=lambda device: (space.work[:, device].sum(), device))
@@ -75,12 +76,10 @@ def data_parallel(
     if not plans:
         batch = space.problem.job.batch
         return DataParallel(note=f"a batch of {batch} does not divide by 2 to {len(devices)} GPUs")
-    return DataParallel(plans=plans, note=_note(space, plans[0], len(devices)))
+    return DataParallel(plans=plans, note=_note(space, plans, len(devices)))
 
 
-def _plans(
-    space: PlacementSpace, ranked: Sequence[int], reserve_memory: int
-) -> Iterator[Copies]:
+def _plans(space: PlacementSpace, ranked: Sequence[int], reserve_memory: int) -> Iterator[Copies]:
     """Yields a plan per number of GPUs that divides the batch, most first, the fastest GPUs."""
     batch = space.problem.job.batch
     for count in range(len(ranked), 1, -1):
@@ -106,9 +105,9 @@ def _copies(space: PlacementSpace, ring: Sequence[int], reserve_memory: int) -> 
     return Copies(plan, result, slowest + result.collective_time)
 
 
-def _note(space: PlacementSpace, all_gpus: Copies, num_gpus: int) -> str:
-    """Says why the plan on most GPUs does not fit, or why it leaves some out."""
-    notes = []
+def _note(space: PlacementSpace, plans: Sequence[Copies], num_gpus: int) -> str:
+    """Says why the plan on most GPUs does not fit, or leaves some out, or is not the best."""
+    notes, all_gpus = [], plans[0]
     devices = all_gpus.plan.stages[0].devices
     if len(devices) < num_gpus:
         batch = space.problem.job.batch
@@ -118,6 +117,10 @@ def _note(space: PlacementSpace, all_gpus: Copies, num_gpus: int) -> str:
     if not all_gpus.result.feasible:
         worst = max(all_gpus.result.devices, key=lambda use: use.reserved - use.capacity)
         notes.append(str(Overflow(worst.name, worst.reserved, worst.capacity)))
+    best = min(plans, key=lambda copies: (not copies.result.feasible, copies.result.step_time))
+    if best is not all_gpus and best.result.feasible:
+        count, step_time = len(best.plan.stages[0].devices), best.result.step_time
+        notes.append(f"{count} GPUs: {format_seconds(step_time)}")
     return "; ".join(notes)
 
 

@@ -88,18 +88,25 @@ def producers(space: PlacementSpace) -> list[list[tuple[int, int]]]:
     return inputs
 
 
+def mean_route(space: PlacementSpace, devices: Sequence[int]) -> tuple[float, float]:
+    """Returns mean latency in s and mean s per byte between two different ones of the devices."""
+    cluster, pairs = space.problem.cluster, np.ix_(list(devices), list(devices))
+    apart = cluster.reachable[pairs] & ~np.eye(len(devices), dtype=np.bool_)
+    if not apart.any():
+        return 0.0, 0.0
+    latency, bandwidth = cluster.route_latency[pairs][apart], cluster.route_bandwidth[pairs][apart]
+    return float(latency.mean()), float((1.0 / bandwidth).mean())
+
+
 def upward_ranks(space: PlacementSpace, devices: Sequence[int]) -> NDArray[np.float64]:
     """Returns the longest path from each op to the end with mean costs, [op] s.
 
     Means are over the devices, and over the pairs of different devices (Topcuoglu et al. 2002).
     """
-    problem = space.problem
     columns = space.seconds[:, list(devices)]
     finite = np.isfinite(columns)
     mean = np.where(finite, columns, 0.0).sum(axis=1) / np.maximum(finite.sum(axis=1), 1)
-    apart = [(i, j) for i in devices for j in devices if i != j and problem.cluster.reachable[i, j]]
-    latency = float(np.mean([problem.cluster.route_latency[pair] for pair in apart] or [0.0]))
-    per_byte = float(np.mean([1 / problem.cluster.route_bandwidth[pair] for pair in apart] or [0.0]))
+    latency, per_byte = mean_route(space, devices)
     ranks: list[float] = mean.tolist()
     below = [0.0] * len(ranks)
     inputs = producers(space)

@@ -29,15 +29,19 @@ class Exhaustive:
         budget: Budget,
         recorder: Recorder,
     ) -> None:
-        """Counts through the placements; the last unit changes fastest."""
+        """Counts through the placements, the last unit fastest; then nothing is left to find."""
         if not self.covers(space):
             return
-        options = [np.flatnonzero(row) for row in space.allowed]
-        shape = [len(row) for row in options]
+        free = np.flatnonzero(space.allowed.sum(axis=1) > 1)
+        options = [np.flatnonzero(space.allowed[unit]) for unit in free]
+        shape = [len(devices) for devices in options]
         total = math.prod(shape)
-        for begin in range(0, total, self.batch):
+        for begin in range(0, total if shape else 0, self.batch):
             if not budget.left():
                 return
             digits = np.unravel_index(np.arange(begin, min(begin + self.batch, total)), shape)
-            columns = [row[digit] for row, digit in zip(options, digits, strict=True)]
-            recorder.evaluate(self.name, np.stack(columns, axis=1), budget)
+            placements = np.repeat(space.default[None], len(digits[0]), axis=0)
+            for unit, devices, digit in zip(free, options, digits, strict=True):
+                placements[:, unit] = devices[digit]
+            recorder.evaluate(self.name, placements, budget)
+        budget.stop()

@@ -58,8 +58,9 @@ def schedule(space: PlacementSpace, margin: float = 1.0) -> Schedule:
     partial = PartialSchedule(space, margin=margin)
     ranks = upward_ranks(space, space.devices)
     gaps = [_Gaps() for _ in range(space.num_devices)]
-    # equal ranks (ops of no time) by program order, which is topological
-    for op in np.argsort(-ranks, kind="stable").tolist():
+    # ranks equal but for rounding go by program order, which is topological
+    rounded = np.round(ranks / max(float(ranks.max(initial=0.0)), 1e-300), 12)
+    for op in np.argsort(-rounded, kind="stable").tolist():
         best = (np.inf, np.inf, -1)
         for device in partial.options(op):
             ready, duration = partial.ready(op, device), partial.duration[op][device]

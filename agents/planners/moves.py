@@ -46,7 +46,8 @@ class Moves:
         if kind < 0.25 + 0.25 * spent:
             return self._move(placement, np.array([unit]), self._other(placement, unit, rng))
         if kind < 0.75:
-            return self._move(placement, self._run(unit, rng, spent), self._near(placement, unit, rng))
+            run = self._run(unit, rng, spent)
+            return self._move(placement, run, self._near(placement, unit, rng))
         if kind < 0.85:
             return self._border(placement, unit, rng)
         if kind < 0.95 and self.modules:

@@ -26,6 +26,9 @@ class Evaluator(Protocol):
     def evaluate(self, unit_placements: NDArray[np.integer]) -> Scores:
         """Simulates placements."""
 
+    def complexity(self, unit_placement: NDArray[np.integer]) -> tuple[int, int]:
+        """Returns what makes a placement, [unit], hard to read: devices and changes of device."""
+
 
 class Budget:
     """Seconds or evaluations that a search may spend; a part of a budget spends the whole's too.
@@ -57,8 +60,10 @@ class Budget:
             self._parent.charge(evaluations)
 
     def stop(self) -> None:
-        """Ends the search: what is left is not needed."""
+        """Ends the search, the whole of which this is a part: what is left is not needed."""
         self._stopped = True
+        if self._parent is not None:
+            self._parent.stop()
 
     def room(self) -> int | None:
         """Returns evaluations that may still be made, None = any number."""
@@ -105,6 +110,7 @@ class Found(NamedTuple):
     placement: NDArray[np.int32]  # [unit] device index
     step_time: float  # s
     overflow: int  # bytes over capacity, summed over devices
+    complexity: tuple[int, int]  # devices used, changes of device in program order
     finder: str
     evaluations: int  # made when it was found, itself included
 
@@ -114,9 +120,9 @@ class Found(NamedTuple):
         return self.overflow == 0
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """What decides which of two is better, least first: bytes over capacity, then time."""
-        return self.overflow, self.step_time
+    def rank(self) -> tuple[int, float, tuple[int, int]]:
+        """What decides which of two is better, least first: bytes over, time, complexity."""
+        return self.overflow, self.step_time, self.complexity
 
     def beats(self, other: "Found | None") -> bool:
         """Whether it is better; a tie is not."""
@@ -125,7 +131,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Recorder:
-    """Counts evaluations and keeps the best placement; of equal ones, the first that was found."""
+    """Counts evaluations, keeps the best placement; of equal ones the simpler, then the first."""
 
     space: Evaluator
     listener: Callable[["Recorder", Budget], None] | None = None  # called after each batch
@@ -135,9 +141,7 @@ class Recorder:
     by_finder: dict[str, Found] = field(default_factory=dict)  # the best of each planner
     curve: list[Found] = field(default_factory=list)  # each new best, in the order of finding
 
-    def evaluate(
-        self, finder: str, unit_placements: NDArray[np.integer], budget: Budget
-    ) -> Scores:
+    def evaluate(self, finder: str, unit_placements: NDArray[np.integer], budget: Budget) -> Scores:
         """Scores placements and keeps what is better than before.
 
         Args:
@@ -162,24 +166,27 @@ class Recorder:
 
     def _keep(self, finder: str, placements: NDArray[np.int32], scores: Scores) -> None:
         legal = np.isin(scores.status, (Status.OK, Status.OUT_OF_MEMORY))
-        time_or_inf = np.where(legal, scores.step_time, np.inf)
+        if not legal.any():
+            return
         over = np.where(legal, scores.overflow, np.iinfo(np.int64).max)
-        order = np.lexsort((time_or_inf, over))  # stable: of equal ones the first
-        for plan in order[:1].tolist():
-            if not legal[plan]:
-                continue
-            found = Found(
-                placements[plan].copy(),
-                float(scores.step_time[plan]),
-                int(scores.overflow[plan]),
-                finder,
-                self.evaluations + plan + 1,
-            )
-            if found.beats(self.by_finder.get(finder)):
-                self.by_finder[finder] = found
-            if not found.feasible:
-                if found.beats(self.nearest):
-                    self.nearest = found
-            elif found.beats(self.best):
-                self.best = found
-                self.curve.append(found)
+        plan = int(np.lexsort((scores.step_time, over))[0])  # stable: of equal ones the first
+        earlier = self.by_finder.get(finder)
+        rank = (int(scores.overflow[plan]), float(scores.step_time[plan]))
+        if earlier is not None and rank > earlier.rank[:2]:
+            return
+        found = Found(
+            placements[plan].copy(),
+            rank[1],
+            rank[0],
+            self.space.complexity(placements[plan]),
+            finder,
+            self.evaluations + plan + 1,
+        )
+        if found.beats(earlier):
+            self.by_finder[finder] = found
+        if not found.feasible:
+            if found.beats(self.nearest):
+                self.nearest = found
+        elif found.beats(self.best):
+            self.best = found
+            self.curve.append(found)

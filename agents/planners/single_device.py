@@ -1,4 +1,4 @@
-"""Everything on one device, the best of those that can run it all; a CPU only as the last resort."""
+"""Everything on one device, the best of those that can run it; a CPU as the last resort."""
 
 from dataclasses import dataclass
 
@@ -23,8 +23,7 @@ class SingleDevice:
         recorder: Recorder,
     ) -> None:
         """Scores one placement per device that may hold all units."""
-        whole = space.allowed.all(axis=0)
-        devices = [device for device in space.devices if whole[device]]
+        devices = [device for device in space.devices if space.allowed[:, device].all()]
         recorder.evaluate(self.name, _on_one(space, devices), budget)
 
 
@@ -43,8 +42,8 @@ class CpuOnly:
     ) -> None:
         """Scores one placement per CPU that may hold all units."""
         if recorder.best is None:
-            whole = np.flatnonzero(space.allowed.all(axis=0)).tolist()
-            cpus = [device for device in whole if device not in space.devices]
+            others = set(range(space.num_devices)) - set(space.devices)
+            cpus = [device for device in sorted(others) if space.allowed[:, device].all()]
             recorder.evaluate(self.name, _on_one(space, cpus), budget)
 
 

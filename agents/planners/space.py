@@ -1,4 +1,4 @@
-"""The placement space: which device each unit may use, what a placement costs, estimates to plan by.
+"""The placement space: devices a unit may use, what a placement costs, estimates to plan by.
 
 Axes: unit (what a placement decides), dev, plan.
 """
@@ -45,11 +45,15 @@ class Overflow(NamedTuple):
     reserved: int  # bytes it needs
     capacity: int  # bytes it has
 
+    @property
+    def excess(self) -> int:
+        """Bytes by which it is over."""
+        return self.reserved - self.capacity
+
     def __str__(self) -> str:
-        over = self.reserved - self.capacity
         return (
             f"needs {format_bytes(self.reserved)} on {self.device}, which has "
-            f"{format_bytes(self.capacity)}: {format_bytes(over)} ({over} bytes) too much"
+            f"{format_bytes(self.capacity)}"
         )
 
 
@@ -115,21 +119,21 @@ class PlacementSpace:
     @property
     def num_units(self) -> int:
         """Number of placement units."""
-        return self.allowed.shape[0]
+        return len(self.allowed)
 
     @property
     def num_devices(self) -> int:
         """Number of devices of the cluster, those that may not be used included."""
-        return self.allowed.shape[1]
+        return len(self.problem.cluster.devices)
 
     @property
     def least_memory(self) -> int:
         """Bytes of parameters, buffers and optimizer state: what every placement has to hold."""
         graph, job = self.problem.graph, self.problem.job
         sized = graph.at_batch(self.problem.batch)
-        state = int(graph.elements.sum()) * job.state_bytes_per_element()
-        held = int(sized.storage_bytes[graph.persistent_storage].sum())
-        return held + state + int(sized.resident.sum())
+        state = graph.elements.sum() * job.state_bytes_per_element()
+        held = sized.storage_bytes[graph.persistent_storage].sum()
+        return int(held + state + sized.resident.sum())
 
     @property
     def total_capacity(self) -> int:
@@ -142,6 +146,11 @@ class PlacementSpace:
         threads = 1 if plans.size < _THREADS_PAY else None
         outcome = simulate_batch(self.problem, plans, threads=threads)
         return Scores(outcome.step_time, outcome.overflow, outcome.status)
+
+    def complexity(self, unit_placement: NDArray[np.integer]) -> tuple[int, int]:
+        """Returns devices used and changes of device in program order of a placement, [unit]."""
+        line = unit_placement[self.order]
+        return len(np.unique(line)), int((line[1:] != line[:-1]).sum())
 
     def repair(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:
         """Returns the placements, [..., unit], with every unit that may not be there moved."""
@@ -156,14 +165,10 @@ class PlacementSpace:
         if over[device] <= 0:
             return None
         name = self.problem.cluster.devices[device].name
-        return Overflow(
-            name, int(outcome.reserved[0, device]), int(self.problem.capacity[device])
-        )
+        return Overflow(name, int(outcome.reserved[0, device]), int(self.problem.capacity[device]))
 
 
-def _check(
-    problem: Problem, supported: NDArray[np.bool_], allowed: NDArray[np.bool_]
-) -> None:
+def _check(problem: Problem, supported: NDArray[np.bool_], allowed: NDArray[np.bool_]) -> None:
     """Refuses a unit without a device."""
     lost = np.flatnonzero(~allowed.any(axis=1))
     if not len(lost):
@@ -197,14 +202,16 @@ def _defaults(work: NDArray[np.float64], devices: tuple[int, ...]) -> NDArray[np
     preferred = np.full(work.shape, np.inf)
     preferred[:, list(devices)] = work[:, list(devices)]
     preferred = np.where(np.isinf(preferred).all(axis=1)[:, None], work, preferred)
-    return preferred.argmin(axis=1).astype(np.int32)
+    fastest: NDArray[np.intp] = preferred.argmin(axis=1)
+    return fastest.astype(np.int32)
 
 
 def _seconds(problem: Problem) -> NDArray[np.float64]:
     """Returns the seconds of every op on every device, [op, dev]."""
     cost = problem.cost
     kinds = [cost.kinds.index(device.kind) for device in problem.cluster.devices]
-    return cost.seconds[:, kinds, cost.batches.index(problem.batch)]
+    seconds: NDArray[np.float64] = cost.seconds[:, kinds, cost.batches.index(problem.batch)]
+    return seconds
 
 
 def _kept_memory(problem: Problem, sized: Sized) -> tuple[NDArray[np.float64], float]:
@@ -219,8 +226,10 @@ def _kept_memory(problem: Problem, sized: Sized) -> tuple[NDArray[np.float64], f
     reader = graph.consumers
     tensor = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
     held = graph.tensor_producer[tensor] < 0
-    holder = np.unique(np.stack([graph.unit[reader[held]], graph.tensor_storage[tensor[held]]]), axis=1)
-    memory = np.bincount(graph.unit, weights=kept, minlength=graph.num_units)
+    pairs = np.stack([graph.unit[reader[held]], graph.tensor_storage[tensor[held]]])
+    holder = np.unique(pairs, axis=1)
+    memory = np.zeros(graph.num_units)
+    np.add.at(memory, graph.unit, kept)
     np.add.at(memory, holder[0], sized.storage_bytes[holder[1]])
     writer, storages = _long_lived(graph, tensor)
     np.add.at(memory, graph.unit[writer], sized.storage_bytes[storages])

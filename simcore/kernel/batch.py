@@ -69,7 +69,7 @@ def _run_lanes(
     sweep_lanes(tables, mode, lanes)
     for lane in range(LANES):
         plan = first + lane
-        if lanes.broken[lane] == 1:
+        if lanes.broken[lane] == 1 or lanes.latest[lane] == np.inf:
             _run_one(tables, mode, plans, s, plan)
             continue
         out.status[plan] = _OK

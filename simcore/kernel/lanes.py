@@ -98,36 +98,34 @@ def _want(tables: Tables, s: LaneScratch, tensor: int, op: int) -> int:
 
 
 @compiled
-def _send_free(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
-    """Sends a tensor to one device, holding nothing, in the lanes where it lacks it."""
+def _send_freely(tables: Tables, s: LaneScratch, tensor: int, op: int) -> None:
+    """Lets the readers of a tensor wait for a transfer that holds nothing."""
     num_devices = tables.cost.shape[1]
     num_bytes = tables.tensors[tensor].num_bytes
-    for lane in range(LANES):
-        route = tables.pairs[s.place[op, lane] * num_devices + target]
-        is_sent = (s.wanted[lane] >> target) & 1
-        end = s.end[lane] + route.latency + num_bytes / route.bandwidth
-        s.landed[target, lane] = end
-        latest = s.latest[lane]
-        s.latest[lane] = end if (is_sent == 1) & (end > latest) else latest
-        s.broken[lane] |= is_sent & (1 - route.reachable)
+    for use in range(tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader):
+        reader = tables.readers[use]
+        for lane in range(LANES):
+            source, target = s.place[op, lane], s.place[reader, lane]
+            route = tables.pairs[source * num_devices + target]
+            there = s.end[lane] + route.latency + num_bytes / route.bandwidth
+            before = s.arrival[reader, lane]
+            is_later = (target != source) & (there > before)
+            s.arrival[reader, lane] = there if is_later else before
 
 
 @compiled
-def _send_port(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
-    """The same, through the sender's port."""
+def _send_through_port(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
+    """Sends a tensor to one device through the sender's port, in the lanes where it lacks it."""
     num_devices = tables.cost.shape[1]
     num_bytes = tables.tensors[tensor].num_bytes
     for lane in range(LANES):
         source = s.place[op, lane]
         route = tables.pairs[source * num_devices + target]
-        is_sent = (s.wanted[lane] >> target) & 1
         before = s.port[source, lane]
-        end = max(s.end[lane] + route.latency, before) + num_bytes / route.bandwidth
+        ready = s.end[lane] + route.latency
+        end = (ready if ready > before else before) + num_bytes / route.bandwidth
         s.landed[target, lane] = end
-        s.port[source, lane] = end if is_sent == 1 else before
-        latest = s.latest[lane]
-        s.latest[lane] = end if (is_sent == 1) & (end > latest) else latest
-        s.broken[lane] |= is_sent & (1 - route.reachable)
+        s.port[source, lane] = end if (s.wanted[lane] >> target) & 1 == 1 else before
 
 
 @compiled
@@ -150,16 +148,22 @@ def _run_op(tables: Tables, mode: Mode, s: LaneScratch, op: int) -> None:
         cost = tables.cost[op, device]
         host = device * mode.host
         issue = s.host[host, lane] + cost.launch
-        end = max(s.free[device, lane], s.arrival[op, lane], issue) + cost.duration
+        free, arrival, latest = s.free[device, lane], s.arrival[op, lane], s.latest[lane]
+        start = free if free > arrival else arrival
+        end = (start if start > issue else issue) + cost.duration
         s.free[device, lane] = end
         s.host[host, lane] = end if cost.sync == 1 else issue
         s.end[lane] = end
-        s.latest[lane] = max(s.latest[lane], end)
+        s.latest[lane] = end if end > latest else latest
 
 
 @compiled
 def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
-    """Leaves the step time of each lane in `latest`, and peak bytes per device in `peak`."""
+    """Leaves the step time of each lane in `latest`, and peak bytes per device in `peak`.
+
+    Every transfer has a reader that ends after it, so ops alone decide the step time. Where there
+    is no route the latency is infinite, and so is the step time.
+    """
     s.arrival[:] = 0.0
     s.free[:] = 0.0
     s.host[:] = 0.0
@@ -168,16 +172,15 @@ def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
     for op in range(tables.cost.shape[0]):
         _run_op(tables, mode, s, op)
         for tensor in range(tables.ops[op].first_output, tables.ops[op + 1].first_output):
+            if mode.contention == _FREE:
+                _send_freely(tables, s, tensor, op)
+                continue
             every = _want(tables, s, tensor, op)
             if every == 0:
                 continue
             for target in range(tables.cost.shape[1]):
-                if (every >> target) & 1 == 0:
-                    continue
-                if mode.contention == _FREE:
-                    _send_free(tables, s, tensor, op, target)
-                else:
-                    _send_port(tables, s, tensor, op, target)
+                if (every >> target) & 1 == 1:
+                    _send_through_port(tables, s, tensor, op, target)
             _deliver(tables, s, tensor, op)
     _walk_memory(tables, s)
 
