@@ -246,19 +246,8 @@ class _Search:
 
     def answer(self, seed: int) -> PortfolioResult:
         """Returns the best plan, simulated again, with everything that is known about it."""
-        problem, winner, rival = self.space.problem, self._winner(), self._rival()
-        if winner is not None and rival is not None and winner[0] == DATA_PARALLEL:
-            chosen, expected, finder = rival.plan, rival.result.step_time, DATA_PARALLEL
-        else:
-            found = self._found()
-            chosen = Plan.from_placement(
-                problem.graph,
-                problem.cluster,
-                problem.job,
-                found.placement,
-                settings=problem.settings,
-            )
-            expected, finder = found.step_time, found.finder
+        problem = self.space.problem
+        chosen, finder, expected = self._chosen()
         chosen = msgspec.structs.replace(
             chosen, constraints=self.constraints, job_name=describe_job(problem.job)
         )
@@ -266,19 +255,20 @@ class _Search:
         assert result.step_time == expected, (result.step_time, expected)
         bound = min(self._bound(), result.step_time)  # equal but for rounding
         baselines, notes = self._baselines()
+        provenance = Provenance(
+            strategy=finder,
+            seed=seed,
+            evaluations=self.recorder.evaluations,
+            seconds=round(time.perf_counter() - self.started, 3),
+            budget_s=self.budget.seconds,
+            baselines=baselines,
+            baseline_notes=notes,
+        )
         return PortfolioResult(
             plan=msgspec.structs.replace(
                 chosen,
                 predicted=_predicted(problem.cluster, result, bound),
-                provenance=Provenance(
-                    strategy=finder,
-                    seed=seed,
-                    evaluations=self.recorder.evaluations,
-                    seconds=round(time.perf_counter() - self.started, 3),
-                    budget_s=self.budget.seconds,
-                    baselines=baselines,
-                    baseline_notes=notes,
-                ),
+                provenance=provenance,
             ),
             result=result,
             lower_bound=bound,
@@ -288,6 +278,17 @@ class _Search:
             interrupted=self.interrupted,
             reason=None if result.feasible else self._reason(),
         )
+
+    def _chosen(self) -> tuple[Plan, str, float]:
+        """Returns the best plan, who found it, and its step time as it was recorded."""
+        problem, winner, rival = self.space.problem, self._winner(), self._rival()
+        if winner is not None and rival is not None and winner[0] == DATA_PARALLEL:
+            return rival.plan, *winner
+        found = self._found()
+        plan = Plan.from_placement(
+            problem.graph, problem.cluster, problem.job, found.placement, settings=problem.settings
+        )
+        return plan, found.finder, found.step_time
 
     def _found(self) -> Found:
         """Returns the best placement, or the one that is least over."""

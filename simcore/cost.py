@@ -85,6 +85,12 @@ def cost_table(
         for kind in range(len(kinds)):
             measured = _measured(graph, graph.fixed, job, profiles, kind)
             _overlay(seconds[:, kind], source[:, kind], measured, scales)
+            update = graph.op_class == OpClass.UPDATE  # what an update does knows no batch
+            seconds[update, kind] = np.where(
+                np.isnan(measured[0][update, None]),
+                seconds[update, kind],
+                measured[0][update, None],
+            )
     table = CostTable(
         seconds=seconds,
         launch=graph.kernels[:, None] * np.array([profile.launch_overhead for profile in profiles]),

@@ -78,6 +78,8 @@ class Problem:
         Raises:
             PlanError: the batch does not divide by the copies, or sizes leave int64.
         """
+        if priorities and len(priorities) != graph.num_ops:
+            raise PlanError(f"{len(priorities)} priorities for {graph.num_ops} ops")
         batch = _batch_per_copy(graph, job, copies)
         kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
         if cost is None:

@@ -224,6 +224,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         stage = self.stages[0]
         names = {device.name for device in cluster.devices}
         found = [f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names]
+        found += [
+            f"stage {stage.name!r}: device {d!r} is excluded"
+            for d in stage.devices
+            if d in self.constraints.exclude
+        ]
         if not stage.devices:
             found.append(f"stage {stage.name!r}: lists no devices")
         if len(set(stage.devices)) != len(stage.devices):

@@ -102,8 +102,8 @@ class Result:
 
     @property
     def overflow(self) -> int:
-        """Bytes by which the fullest device is over its capacity, 0 where all fit."""
-        return max((max(0, use.reserved - use.capacity) for use in self.devices), default=0)
+        """Bytes over capacity, summed over devices; 0 where all fit."""
+        return sum(max(0, use.reserved - use.capacity) for use in self.devices)
 
 
 def device_order(run: RawRun, device: int) -> NDArray[np.int64]:
@@ -112,13 +112,19 @@ def device_order(run: RawRun, device: int) -> NDArray[np.int64]:
     return ops[np.lexsort((ops, run.end[ops], run.start[ops]))]
 
 
-def idle_causes(graph: OpGraph, run: RawRun, device: int) -> tuple[float, float]:
+def idle_causes(
+    run: RawRun, device: int, arrival: dict[int, tuple[float, float]]
+) -> tuple[float, float]:
     """Returns (communication, launch): seconds a device idles for each cause.
 
     A gap before an op counts as communication while its last remote input is requested but not
     there, and as launch once its inputs are there but the host has not issued it.
+
+    Args:
+        run: the run.
+        device: device index.
+        arrival: see `remote_arrivals`.
     """
-    arrival = remote_arrivals(graph, run)
     communication = launch = previous = 0.0
     for op in device_order(run, device):
         start = float(run.start[op])

@@ -27,7 +27,15 @@ from simcore.kernel import (
 )
 from simcore.lower import Problem
 from simcore.plan import Plan, Settings
-from simcore.result import DeviceUse, PathStep, RawRun, Result, critical_path, idle_causes
+from simcore.result import (
+    DeviceUse,
+    PathStep,
+    RawRun,
+    Result,
+    critical_path,
+    idle_causes,
+    remote_arrivals,
+)
 
 MIN_PLANS_PER_THREAD = 8
 
@@ -226,7 +234,9 @@ def simulate(
 
 def describe(problem: Problem, run: RawRun) -> Result:
     """Turns the arrays of a run into a result."""
-    uses = tuple(_use(problem, run, device) for device in range(len(problem.cluster.devices)))
+    arrival = remote_arrivals(problem.graph, run)
+    devices = range(len(problem.cluster.devices))
+    uses = tuple(_use(problem, run, device, arrival) for device in devices)
     names = tuple(device.name for device in problem.cluster.devices)
     return Result(
         feasible=all(use.reserved <= use.capacity for use in uses),
@@ -239,11 +249,17 @@ def describe(problem: Problem, run: RawRun) -> Result:
     )
 
 
-def _use(problem: Problem, run: RawRun, device: int, extra: float = 0.0) -> DeviceUse:
+def _use(
+    problem: Problem,
+    run: RawRun,
+    device: int,
+    arrival: dict[int, tuple[float, float]],
+    extra: float = 0.0,
+) -> DeviceUse:
     """Returns the use of one device in a step that lasts `extra` seconds longer than the run."""
     here = run.placement == device
     busy = float((run.end[here] - run.start[here]).sum())
-    communication, launch = idle_causes(problem.graph, run, device)
+    communication, launch = idle_causes(run, device, arrival)
     allocated = int(run.allocated[device])
     grown = math.ceil(allocated * (1.0 + float(problem.fragmentation[device])))
     spec = problem.cluster.devices[device]
@@ -281,7 +297,15 @@ def run_data_parallel(problem: Problem, devices: Sequence[int]) -> Result:
     Args:
         problem: the problem at the batch of one copy, with one host per rank.
         devices: device indices, in ring order.
+
+    Raises:
+        PlanError: no parameter of the graph is trained, so copies of it would have nothing to sum.
     """
+    if problem.graph.num_ops and not (problem.graph.op_class == OpClass.UPDATE).any():
+        raise PlanError(
+            f"{problem.graph.name}: data parallel needs parameters that are trained; the graph "
+            "updates none"
+        )
     runs = [run_placement(problem, np.full(problem.graph.num_ops, device)) for device in devices]
     total = gradient_bytes(problem.graph, problem.batch)
     reduce_time = ring_all_reduce(total, problem.cluster, devices)
@@ -289,7 +313,7 @@ def run_data_parallel(problem: Problem, devices: Sequence[int]) -> Result:
     uses = []
     for number in range(len(problem.cluster.devices)):
         run = runs[devices.index(number)] if number in devices else slowest
-        use = _use(problem, run, number, reduce_time if number in devices else 0.0)
+        use = _use(problem, run, number, {}, reduce_time if number in devices else 0.0)
         missing = slowest.step_time + reduce_time - use.busy - use.communication - use.launch
         uses.append(replace(use, bubble=max(0.0, missing)))
     names = tuple(device.name for device in problem.cluster.devices)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from simcore.plan import Settings
 from simcore.result import PathStep, Result
 from simcore.simulation import describe, run_placement
 from tests.strategies import (
@@ -145,8 +144,14 @@ def test_the_path_goes_through_the_op_that_the_host_waited_for():
         ("launch", "o2", "host", 6.0, 9.0),
         ("compute", "o2", "d1", 9.0, 10.0),
     ]
-    own = case._replace(settings=Settings(host="per_rank"))
-    assert [step[1] for step in path(own)] == ["o0", "o0"]  # the host of d1 waits for nothing
+
+
+def test_a_host_of_its_own_waits_for_no_op_of_another_device():
+    case = toy([1, 1, 1], [], [0, 1, 1], sync=[0], launch_seconds=[1, 1, 8], host="per_rank")
+    assert path(case) == [
+        ("launch", "o2", "host", 0.0, 9.0),
+        ("compute", "o2", "d1", 9.0, 10.0),
+    ]
 
 
 def test_the_path_goes_through_an_op_on_the_cpu():

@@ -99,6 +99,13 @@ def test_arrows_lead_from_the_producer_over_the_transfer_to_the_first_reader():
     assert {flow["id"] for flow in flows} == {0}
 
 
+def test_an_arrow_ends_on_the_device_that_its_transfer_leads_to():
+    case = toy([1, 1, 1], [(0, 3, [1, 2])], [0, 2, 1], links=STAR)  # first to d1, then to d2
+    events = trace_of(case)
+    ends = [(flow["tid"], flow["ts"]) for flow in of_kind(events, "f")]
+    assert ends == [(1, pytest.approx(4e6)), (2, pytest.approx(7e6))]
+
+
 def test_slices_tell_module_phase_and_bytes():
     builder = GraphBuilder("g")
     first = builder.op("a", module="net.0", seconds=1.0, outputs=[Out(10**6)])

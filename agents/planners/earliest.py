@@ -33,7 +33,8 @@ class PartialSchedule:
         self.left: list[float] = (space.room * margin).tolist()  # [dev] bytes
         self.inputs = producers(space)
         self._latency: list[list[float]] = cluster.route_latency.tolist()
-        self._bandwidth: list[list[float]] = cluster.route_bandwidth.tolist()
+        bandwidth = np.where(cluster.reachable, cluster.route_bandwidth, np.inf)
+        self._per_byte: list[list[float]] = (1.0 / bandwidth).tolist()
 
     def options(self, op: int) -> list[int]:
         """Returns devices the op may go to: its unit's, else those with memory left for the unit.
@@ -53,13 +54,13 @@ class PartialSchedule:
         )
 
     def ready(self, op: int, device: int) -> float:
-        """Returns when the last input of an op is on a device, in s."""
+        """Returns when the last input of an op is on a device, in s; inf where no route leads."""
         latest = 0.0
         for producer, num_bytes in self.inputs[op]:
             source = self.device_of_unit[self.unit[producer]]
             time = self.end[producer]
             if source != device:
-                time += self._latency[source][device] + num_bytes / self._bandwidth[source][device]
+                time += self._latency[source][device] + num_bytes * self._per_byte[source][device]
             latest = max(latest, time)
         return latest
 

@@ -15,11 +15,11 @@ class Moves:
 
     space: PlacementSpace
     movable: NDArray[np.int32]  # [...] units that have a choice
-    options: tuple[NDArray[np.int32], ...]  # per unit, [...] devices it may use
+    options: tuple[NDArray[np.int32], ...]  # [unit][...] devices it may use
     rank: NDArray[np.int64]  # [unit] its place in the program order
     first_friend: NDArray[np.int64]  # [unit + 1] offsets into friends
     friends: NDArray[np.int32]  # [entry] units it exchanges tensors with
-    modules: tuple[NDArray[np.int32], ...]  # per module that has several, [...] units
+    modules: tuple[NDArray[np.int32], ...]  # [module][...] units, where there are several
 
     @classmethod
     def of(cls, space: PlacementSpace) -> "Moves":
