@@ -246,7 +246,7 @@ def test_throughput_is_samples_over_seconds_and_unknown_without_a_batch():
     assert replace(result, samples=8, step_time=0.0).throughput is None
 
 
-def test_overflow_is_that_of_the_fullest_device():
+def test_overflow_is_summed_over_the_devices_that_are_too_full():
     result = result_of(toy([1, 1], [], [0, 1]))
     small, large = result.devices
     devices = (
@@ -254,4 +254,4 @@ def test_overflow_is_that_of_the_fullest_device():
         replace(large, reserved=large.capacity + 7),
     )
     assert result.overflow == 0
-    assert replace(result, devices=devices).overflow == 7
+    assert replace(result, devices=devices).overflow == 12
