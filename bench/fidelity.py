@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    graphs = [load_graph(model)[:2] for model in MODELS] + [(layered_dag(1000), Job(assume_linear=True))]
+    graphs = [load_graph(model)[:2] for model in MODELS] + [
+        (layered_dag(1000), Job(assume_linear=True))
+    ]
     table: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "full": FULL, "clusters": {}}
     for name in args.clusters:
         cluster = Cluster.preset(name)
