@@ -26,7 +26,7 @@ from simcore.kernel import (
     Tables,
     make_records,
 )
-from simcore.memory import hold_parameters, share_storages, storage_uses
+from simcore.memory import hold_parameters, share_storages, storage_cases, storage_uses
 from simcore.plan import ONE_HOST, Settings
 from simcore.profile import load_profile
 from simcore.reach import other_units_readers, unit_leaders
@@ -188,6 +188,7 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
         raise PlanError(f"{cluster.name}: {num_devices} devices, at most {MAX_DEVICES}")
     uses = storage_uses(graph, sized)
     shared = share_storages(graph, uses)
+    cases = storage_cases(graph, shared)
     held = hold_parameters(graph, sized)
     readers = other_units_readers(graph)
     ops = make_records(graph.num_ops + 1, OP)
@@ -198,6 +199,10 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
     ops["leader"][:-1] = unit_leaders(graph)[graph.unit]
     ops["allocate"][:-1] = shared.allocate
     ops["release"][:-1] = shared.release
+    ops["sure_allocate"][:-1] = cases.allocate
+    ops["sure_release"][:-1] = cases.release
+    ops["first_start"] = cases.first_start
+    ops["first_end"] = cases.first_end
     tensors = make_records(graph.num_tensors + 1, TENSOR)
     tensors["num_bytes"][:-1] = sized.tensor_bytes
     tensors["first_consumer"] = graph.first_consumer
@@ -212,6 +217,9 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
         readers=readers.ops,
         first_span=shared.first,
         spans=shared.spans,
+        uneven=cases.uneven,
+        cases=cases.cases,
+        rivals=cases.rivals,
         first_holder=held.first,
         holders=held.ops,
         held_bytes=held.num_bytes,

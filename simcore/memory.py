@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.graph import OpGraph, Sized
-from simcore.kernel import SPAN, TOUCH, Records, make_records
+from simcore.kernel import CASE, SPAN, TOUCH, Records, make_records
 from simcore.reach import unit_leaders
+
+MAX_RIVALS = 16  # units of a storage beyond which a look at each device is cheaper
 
 
 class StorageUses(NamedTuple):
@@ -25,6 +27,22 @@ class SharedStorages(NamedTuple):
     spans: Records  # SPAN [span] by storage, then first op
     allocate: NDArray[np.int64]  # [op] bytes allocated just before it, wherever it runs
     release: NDArray[np.int64]  # [op] bytes freed just after it, wherever it runs
+
+
+class Cases(NamedTuple):
+    """What an op allocates or frees of a shared storage if no rival is on its device.
+
+    A unit allocates a storage on its device unless a unit that touches it earlier is there too, and
+    frees it unless one that touches it later is.
+    """
+
+    uneven: NDArray[np.int64]  # [...] shared storages that are left out
+    cases: Records  # CASE [case + 1], by op: first what it may allocate, then what it may free
+    rivals: NDArray[np.int64]  # [...] ops
+    first_start: NDArray[np.int64]  # [op + 1] offsets into cases; freeing begins at first_end
+    first_end: NDArray[np.int64]  # [op + 1] offsets into cases
+    allocate: NDArray[np.int64]  # [op] bytes without a rival
+    release: NDArray[np.int64]  # [op] bytes without a rival
 
 
 class HeldParameters(NamedTuple):
@@ -89,4 +107,42 @@ def hold_parameters(graph: OpGraph, sized: Sized) -> HeldParameters:
     first = np.concatenate([[0], np.cumsum(units[units > 1])]).astype(np.int64)
     return HeldParameters(
         first, leader[~alone], sized.storage_bytes[np.flatnonzero(units > 1)], resident
+    )
+
+
+def storage_cases(graph: OpGraph, shared: SharedStorages) -> Cases:
+    """Returns when ops allocate and free the storages of which all units use as many bytes."""
+    allocate, release = shared.allocate.copy(), shared.release.copy()
+    uneven: list[int] = []
+    found: list[tuple[int, int, int, list[int]]] = []  # (op, 0 start or 1 end, bytes, rivals)
+    spans = [shared.spans[key].tolist() for key in ("first", "last", "num_bytes")]
+    for storage in range(len(shared.first) - 1):
+        part = slice(int(shared.first[storage]), int(shared.first[storage + 1]))
+        firsts, lasts, sizes = (column[part] for column in spans)
+        if len(set(sizes)) > 1 or len(firsts) > MAX_RIVALS:
+            uneven.append(storage)
+            continue
+        by_last = sorted(range(len(lasts)), key=lasts.__getitem__, reverse=True)
+        allocate[firsts[0]] += sizes[0]
+        release[lasts[by_last[0]]] += sizes[0]
+        found += [(firsts[i], 0, sizes[0], firsts[:i]) for i in range(1, len(firsts))]
+        found += [
+            (lasts[i], 1, sizes[0], [firsts[j] for j in by_last[:place]])
+            for place, i in enumerate(by_last)
+            if place
+        ]
+    found.sort(key=lambda case: case[:2])
+    cases = make_records(len(found) + 1, CASE)
+    cases["num_bytes"][:-1] = [case[2] for case in found]
+    cases["first_rival"][1:] = np.cumsum([len(case[3]) for case in found])
+    key = np.array([case[0] * 2 + case[1] for case in found], np.int64)
+    ops = np.arange(graph.num_ops + 1)
+    return Cases(
+        np.array(uneven, np.int64),
+        cases,
+        np.array([op for case in found for op in case[3]], np.int64),
+        np.searchsorted(key, 2 * ops),
+        np.searchsorted(key, 2 * ops + 1),
+        allocate,
+        release,
     )

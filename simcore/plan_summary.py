@@ -23,10 +23,10 @@ _SIMPLE = ("single_device", "data_parallel")
 
 
 def describe_job(job: Job) -> str:
-    """Returns a job in a few words, for example ``batch 48, 512 tokens, adam, fp32``."""
+    """Returns a job in a few words, for example ``batch 48, size 512, adam, fp32``."""
     parts = [
         None if job.batch is None else f"batch {job.batch}",
-        None if job.sequence_length is None else f"sequence length {job.sequence_length}",
+        None if job.sequence_length is None else f"size {job.sequence_length}",
         job.optimizer,
         job.precision,
         "times scaled linearly" if job.assume_linear else None,

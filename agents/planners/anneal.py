@@ -28,12 +28,19 @@ class Anneal:
             batch keeps all cores busy, and most neighbours are refused anyway.
         legs: fraction of the budget at which a leg ends, and its temperature at the start, in
             energy (0.02 accepts 2 % more time once in 2.7 times). Each leg starts from the best.
+            Short ones come first, so that a search that is cut short has something to show.
         cold: temperature at the end of each leg.
     """
 
     chains: int = 2
     tries: int = 8
-    legs: tuple[tuple[float, float], ...] = ((0.7, 0.02), (0.85, 0.008), (1.0, 0.003))
+    legs: tuple[tuple[float, float], ...] = (
+        (0.05, 0.01),
+        (0.2, 0.02),
+        (0.8, 0.02),
+        (0.9, 0.008),
+        (1.0, 0.003),
+    )
     cold: float = 2e-5
     name: str = "anneal"
 

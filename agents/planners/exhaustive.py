@@ -35,7 +35,9 @@ class Exhaustive:
         free = np.flatnonzero(space.allowed.sum(axis=1) > 1)
         options = [np.flatnonzero(space.allowed[unit]) for unit in free]
         shape = [len(devices) for devices in options]
-        total = math.prod(shape)
+        total, room = math.prod(shape), budget.room()
+        if room is not None and room < total:
+            return  # half of all would be the wrong half
         for begin in range(0, total if shape else 0, self.batch):
             if not budget.left():
                 return

@@ -6,6 +6,7 @@ with keyed_cache():
     from simcore.kernel.batch import Plans, run_batch
     from simcore.kernel.lanes import MAX_LANE_DEVICES, make_lanes
     from simcore.kernel.records import (
+        CASE,
         COST,
         NONE,
         OP,
@@ -29,6 +30,7 @@ with keyed_cache():
     )
 
 __all__ = [
+    "CASE",
     "COST",
     "MAX_LANE_DEVICES",
     "NONE",

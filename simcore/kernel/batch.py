@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.kernel.compiled import compiled
+from simcore.kernel.lane_memory import walk_lanes
 from simcore.kernel.lanes import LANES, LaneScratch, load_lanes, sweep_lanes
 from simcore.kernel.loop import play
 from simcore.kernel.lowering import check_placement, list_ops, make_transfers
@@ -67,6 +68,7 @@ def _run_lanes(
     out = plans.outcome
     load_lanes(tables, plans.placements, first, lanes)
     sweep_lanes(tables, mode, lanes)
+    walk_lanes(tables, lanes)
     for lane in range(LANES):
         plan = first + lane
         if lanes.broken[lane] == 1 or lanes.latest[lane] == np.inf:

@@ -38,6 +38,7 @@ class LaneScratch(NamedTuple):
     first: NDArray[np.int64]  # [dev, lane] op that touches it first
     last: NDArray[np.int64]  # [dev, lane] op that touches it last
     largest: NDArray[np.int64]  # [dev, lane] bytes of it
+    change: NDArray[np.int64]  # [lane] bytes that the op at hand allocates or frees
     end: NDArray[np.float64]  # [lane] s, the op at hand ends
     latest: NDArray[np.float64]  # [lane] s
     wanted: NDArray[np.int64]  # [lane] bits: devices that lack the tensor at hand
@@ -58,8 +59,8 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "place": ("op", _I), "arrival": ("op", _F), "allocate": ("op", _I), "release": ("op", _I),
     "free": ("dev", _F), "host": ("dev", _F), "landed": ("dev", _F), "port": ("dev", _F),
     "used": ("dev", _I), "current": ("dev", _I), "peak": ("dev", _I), "stamp": ("dev", _I),
-    "first": ("dev", _I), "last": ("dev", _I), "largest": ("dev", _I), "end": ("lane", _F),
-    "latest": ("lane", _F), "wanted": ("lane", _I), "broken": ("lane", _I),
+    "first": ("dev", _I), "last": ("dev", _I), "largest": ("dev", _I), "change": ("lane", _I),
+    "end": ("lane", _F), "latest": ("lane", _F), "wanted": ("lane", _I), "broken": ("lane", _I),
 }  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def _run_op(tables: Tables, mode: Mode, s: LaneScratch, op: int) -> None:
 
 @compiled
 def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
-    """Leaves the step time of each lane in `latest`, and peak bytes per device in `peak`.
+    """Leaves the step time of each lane in `latest`.
 
     Every transfer has a reader that ends after it, so ops alone decide the step time. Where there
     is no route the latency is infinite, and so is the step time.
@@ -182,122 +183,3 @@ def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
                 if (every >> target) & 1 == 1:
                     _send_through_port(tables, s, tensor, op, target)
             _deliver(tables, s, tensor, op)
-    _walk_memory(tables, s)
-
-
-@compiled
-def _hold(tables: Tables, s: LaneScratch) -> None:
-    """Counts what each device holds for the whole step."""
-    s.current[:] = 0
-    for op in range(tables.cost.shape[0]):
-        resident = tables.ops[op].resident
-        if resident > 0:
-            for lane in range(LANES):
-                s.current[s.place[op, lane], lane] += resident
-    for held in range(tables.held_bytes.shape[0]):
-        for use in range(tables.first_holder[held], tables.first_holder[held + 1]):
-            for lane in range(LANES):
-                device = s.place[tables.holders[use], lane]
-                is_first = True
-                for other in range(tables.first_holder[held], use):
-                    is_first &= s.place[tables.holders[other], lane] != device
-                s.current[device, lane] += tables.held_bytes[held] if is_first else 0
-
-
-@compiled
-def _note_two(tables: Tables, s: LaneScratch, begin: int) -> None:
-    """Finds the same for a storage of two units, without looking at devices one by one."""
-    a, b = tables.spans[begin], tables.spans[begin + 1]
-    first_a, first_b, last_a, last_b = a.first, b.first, a.last, b.last
-    size_a, size_b = a.num_bytes, b.num_bytes
-    both, ends_with_b = max(size_a, size_b), last_b > last_a
-    for lane in range(LANES):
-        same = s.place[first_a, lane] == s.place[first_b, lane]
-        s.allocate[first_a, lane] += both if same else size_a
-        s.allocate[first_b, lane] += 0 if same else size_b
-        s.release[last_a, lane] += (0 if ends_with_b else both) if same else size_a
-        s.release[last_b, lane] += (both if ends_with_b else 0) if same else size_b
-
-
-@compiled
-def _note_three(tables: Tables, s: LaneScratch, begin: int) -> None:
-    """Finds the same for a storage of three units that all use as many bytes of it."""
-    a, b, c = tables.spans[begin], tables.spans[begin + 1], tables.spans[begin + 2]
-    first_a, first_b, first_c = a.first, b.first, c.first
-    last_a, last_b, last_c, size = a.last, b.last, c.last, a.num_bytes
-    for lane in range(LANES):
-        at_a, at_b, at_c = s.place[first_a, lane], s.place[first_b, lane], s.place[first_c, lane]
-        ab, ac, bc = at_a == at_b, at_a == at_c, at_b == at_c
-        s.allocate[first_a, lane] += size
-        s.allocate[first_b, lane] += 0 if ab else size
-        s.allocate[first_c, lane] += 0 if ac | bc else size
-        s.release[last_a, lane] += (
-            0 if (ab & (last_b > last_a)) | (ac & (last_c > last_a)) else size
-        )
-        s.release[last_b, lane] += (
-            0 if (ab & (last_a > last_b)) | (bc & (last_c > last_b)) else size
-        )
-        s.release[last_c, lane] += (
-            0 if (ac & (last_a > last_c)) | (bc & (last_b > last_c)) else size
-        )
-
-
-@compiled
-def _note_storage(tables: Tables, s: LaneScratch, shared: int) -> None:
-    """Finds where a storage of several units is allocated and freed on each device."""
-    begin, end = tables.first_span[shared], tables.first_span[shared + 1]
-    for index in range(begin, end):
-        span = tables.spans[index]
-        span_first, span_last, span_bytes = span.first, span.last, span.num_bytes
-        for lane in range(LANES):
-            device = s.place[span_first, lane]
-            is_new = s.stamp[device, lane] != shared
-            s.stamp[device, lane] = shared
-            first, size = s.first[device, lane], s.largest[device, lane]
-            last = s.last[device, lane]
-            s.first[device, lane] = span_first if is_new else first
-            s.largest[device, lane] = max(0 if is_new else size, span_bytes)
-            s.last[device, lane] = max(0 if is_new else last, span_last)
-    for index in range(begin, end):
-        first = tables.spans[index].first
-        for lane in range(LANES):
-            device = s.place[first, lane]
-            largest = s.largest[device, lane]
-            size = largest if s.first[device, lane] == first else 0
-            s.allocate[first, lane] += size
-            s.release[s.last[device, lane], lane] += size
-
-
-@compiled
-def _is_uniform(tables: Tables, begin: int) -> bool:
-    size = tables.spans[begin].num_bytes
-    return tables.spans[begin + 1].num_bytes == size and tables.spans[begin + 2].num_bytes == size
-
-
-@compiled
-def _walk_memory(tables: Tables, s: LaneScratch) -> None:
-    _hold(tables, s)
-    for device in range(tables.cost.shape[1]):
-        for lane in range(LANES):
-            s.peak[device, lane] = s.current[device, lane]
-    for op in range(tables.cost.shape[0]):
-        for lane in range(LANES):
-            s.allocate[op, lane] = tables.ops[op].allocate
-            s.release[op, lane] = tables.ops[op].release
-    s.stamp[:] = -1
-    for shared in range(tables.first_span.shape[0] - 1):
-        begin = tables.first_span[shared]
-        units = tables.first_span[shared + 1] - begin
-        if units == 2:
-            _note_two(tables, s, begin)
-        elif units == 3 and _is_uniform(tables, begin):
-            _note_three(tables, s, begin)
-        else:
-            _note_storage(tables, s, shared)
-    for op in range(tables.cost.shape[0]):
-        workspace = tables.ops[op].workspace
-        for lane in range(LANES):
-            device = s.place[op, lane]
-            current = s.current[device, lane] + s.allocate[op, lane]
-            s.peak[device, lane] = max(s.peak[device, lane], current + workspace)
-            s.current[device, lane] = current - s.release[op, lane]

@@ -108,6 +108,10 @@ OP = np.dtype(
         ("leader", np.int64),  # first op of its unit
         ("allocate", np.int64),  # bytes, in program order, of storages that one unit has to itself
         ("release", np.int64),  # bytes, likewise
+        ("sure_allocate", np.int64),  # bytes: these, and of storages it is the first to touch
+        ("sure_release", np.int64),  # bytes: these, and of storages it is the last to touch
+        ("first_start", np.int64),  # offset into cases: storages it may have to allocate
+        ("first_end", np.int64),  # offset into cases: storages it may have to free
     ]
 )
 TENSOR = np.dtype(
@@ -127,6 +131,12 @@ PAIR = np.dtype(
         ("reachable", np.int64),  # 1 = there is a route
     ]
 )
+CASE = np.dtype(
+    [
+        ("num_bytes", np.int64),  # changed by the op where none of the rivals is on its device
+        ("first_rival", np.int64),  # offset into rivals; they end where the next case's begin
+    ]
+)
 
 
 class Tables(NamedTuple):
@@ -143,6 +153,9 @@ class Tables(NamedTuple):
     ]  # [...] first op of each unit, but the producer's, that reads a tensor
     first_span: NDArray[np.int64]  # [shared + 1] offsets into spans, per storage of several units
     spans: Records  # SPAN [span] what a unit does to a storage, by first op
+    uneven: NDArray[np.int64]  # [...] shared storages of which units use unlike bytes; no cases
+    cases: Records  # CASE [case + 1]
+    rivals: NDArray[np.int64]  # [...] ops that are in the way of a case if on the same device
     first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per shared parameter
     holders: NDArray[np.int64]  # [...] leaders of the units that need it on their device
     held_bytes: NDArray[np.int64]  # [held] bytes
