@@ -26,10 +26,18 @@ from simcore.kernel import (
     Tables,
     make_records,
 )
-from simcore.memory import hold_parameters, share_storages, storage_cases, storage_uses
+from simcore.memory import (
+    Cases,
+    HeldParameters,
+    SharedStorages,
+    hold_parameters,
+    share_storages,
+    storage_cases,
+    storage_uses,
+)
 from simcore.plan import ONE_HOST, Settings
 from simcore.profile import load_profile
-from simcore.reach import other_units_readers, unit_leaders
+from simcore.reach import Readers, other_units_readers, unit_leaders
 
 MAX_DEVICES = 4096
 
@@ -191,26 +199,10 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
     cases = storage_cases(graph, shared)
     held = hold_parameters(graph, sized)
     readers = other_units_readers(graph)
-    ops = make_records(graph.num_ops + 1, OP)
-    ops["first_output"] = graph.first_output
-    ops["workspace"][:-1] = sized.workspace
-    ops["resident"][:-1] = sized.resident + held.resident
-    ops["unit"][:-1] = graph.unit
-    ops["leader"][:-1] = unit_leaders(graph)[graph.unit]
-    ops["allocate"][:-1] = shared.allocate
-    ops["release"][:-1] = shared.release
-    ops["sure_allocate"][:-1] = cases.allocate
-    ops["sure_release"][:-1] = cases.release
-    ops["first_start"] = cases.first_start
-    ops["first_end"] = cases.first_end
-    tensors = make_records(graph.num_tensors + 1, TENSOR)
-    tensors["num_bytes"][:-1] = sized.tensor_bytes
-    tensors["first_consumer"] = graph.first_consumer
-    tensors["first_reader"] = readers.first
     return Tables(
         cost=costs,
-        ops=ops,
-        tensors=tensors,
+        ops=_ops(graph, sized, shared, cases, held),
+        tensors=_tensors(graph, sized, readers),
         consumers=graph.consumers.astype(np.int64),
         first_touch=uses.first,
         touches=uses.touches,
@@ -229,6 +221,36 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
         num_channels=len(cluster.channels),
         max_resources=int(np.diff(cluster.first_hop).max(initial=0)) + 1,
     )
+
+
+def _ops(
+    graph: OpGraph, sized: Sized, shared: SharedStorages, cases: Cases, held: HeldParameters
+) -> Records:
+    ops = make_records(graph.num_ops + 1, OP)
+    ops["first_output"] = graph.first_output
+    ops["first_start"] = cases.first_start
+    ops["first_end"] = cases.first_end
+    per_op = {
+        "workspace": sized.workspace,
+        "resident": sized.resident + held.resident,
+        "unit": graph.unit,
+        "leader": unit_leaders(graph)[graph.unit],
+        "allocate": shared.allocate,
+        "release": shared.release,
+        "sure_allocate": cases.allocate,
+        "sure_release": cases.release,
+    }
+    for key, values in per_op.items():
+        ops[key][:-1] = values
+    return ops
+
+
+def _tensors(graph: OpGraph, sized: Sized, readers: Readers) -> Records:
+    tensors = make_records(graph.num_tensors + 1, TENSOR)
+    tensors["num_bytes"][:-1] = sized.tensor_bytes
+    tensors["first_consumer"] = graph.first_consumer
+    tensors["first_reader"] = readers.first
+    return tensors
 
 
 def _pairs(cluster: Cluster) -> Records:

@@ -1,0 +1,186 @@
+"""The mathematics of the learners: pure functions; time is in the names, v_tp1 follows v_t.
+
+What needs no gradient takes numpy arrays, the rest torch tensors. Torch is named in types only, so
+that a planner may use a formula without loading it. The caller detaches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+Floats = NDArray[np.floating]
+Bools = NDArray[np.bool_]
+
+
+def _check_equal(**shapes: tuple[int, ...]) -> None:
+    """Refuses arrays whose shapes differ."""
+    if len(set(shapes.values())) > 1:
+        raise ValueError("shapes differ: " + ", ".join(f"{k} {list(s)}" for k, s in shapes.items()))
+
+
+def masked_log_softmax(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Returns log probabilities of categoricals, [..., choice], -inf where a choice is not allowed.
+
+    Huang and Ontañón, A closer look at invalid action masking, FLAIRS 2022: a masked choice has no
+    gradient.
+
+    Args:
+        logits: [..., choice].
+        allowed: bool [..., choice]; at least one in each row.
+    """
+    _check_equal(logits=tuple(logits.shape), allowed=tuple(allowed.shape))
+    return logits.masked_fill(~allowed, -np.inf).log_softmax(-1)
+
+
+def categorical_entropy(log_probabilities: torch.Tensor) -> torch.Tensor:
+    """Returns the entropy of categoricals, [...], in nats, from log probabilities [..., choice]."""
+    _check_rank(log_probabilities.ndim, least=1)
+    finite = log_probabilities.clamp_min(-1e30)  # 0 log 0 is 0, and so is its gradient
+    return -(log_probabilities.exp() * finite).sum(-1)
+
+
+def _check_rank(rank: int, *, least: int) -> None:
+    if rank < least:
+        raise ValueError(f"expected at least {least} axes, got {rank}")
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor, advantage: torch.Tensor, *, clip: float
+) -> torch.Tensor:
+    """Returns the loss of PPO, -mean(min(r A, clip(r, 1 - clip, 1 + clip) A)).
+
+    Schulman et al., Proximal policy optimization algorithms, 2017, equation 7.
+
+    Args:
+        log_ratio: log of new over old probability of what was done, [...].
+        advantage: A, [...].
+        clip: how far r may go from 1 before the gradient stops.
+    """
+    _check_equal(log_ratio=tuple(log_ratio.shape), advantage=tuple(advantage.shape))
+    ratio = log_ratio.exp()
+    limited = ratio.clamp(1.0 - clip, 1.0 + clip)
+    return -(ratio * advantage).minimum(limited * advantage).mean()
+
+
+def clip_fraction(log_ratio: torch.Tensor, *, clip: float) -> torch.Tensor:
+    """Returns the fraction of ratios, [...], that are further than clip from 1."""
+    _check_rank(log_ratio.ndim, least=1)
+    return ((log_ratio.exp() - 1.0).abs() > clip).to(log_ratio.dtype).mean()
+
+
+def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Returns the estimate of KL(old, new) from samples of old: mean(r - 1 - log r), at least 0.
+
+    Schulman, Approximating KL divergence, 2020 (joschu.net/blog/kl-approx.html), estimator k3.
+
+    Args:
+        log_ratio: log r, r = new over old probability, [...].
+    """
+    _check_rank(log_ratio.ndim, least=1)
+    return (log_ratio.exp() - 1.0 - log_ratio).mean()
+
+
+def value_loss(v: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Returns half the mean square error of values over those that count, 0 where none does.
+
+    Args:
+        v: values, [...].
+        target: what they should be, [...].
+        counts: bool, [...].
+    """
+    _check_equal(v=tuple(v.shape), target=tuple(target.shape), counts=tuple(counts.shape))
+    error = (v - target).square() * counts
+    return 0.5 * error.sum() / counts.sum().clamp_min(1)
+
+
+def gae(
+    r_t: Floats, v_t: Floats, v_tp1: Floats, terminated_t: Bools, truncated_t: Bools, *,
+    discount: float, lambda_: float,
+) -> NDArray[np.float64]:  # fmt: skip
+    """Returns generalised advantages, [step, env].
+
+    Schulman et al., High-dimensional continuous control using generalized advantage estimation,
+    2016, equation 16. An end by termination is worth nothing more; one by truncation is worth what
+    the value says of the state that the episode was cut at. Neither looks into the next episode.
+
+    Args:
+        r_t: rewards of the steps, [step, env].
+        v_t: values of the states they were made in, [step, env].
+        v_tp1: values of the states they led to, before any reset, [step, env].
+        terminated_t: whether the step ended the episode, [step, env].
+        truncated_t: whether the episode was cut after it, [step, env].
+        discount: gamma.
+        lambda_: 1 trusts the rewards only, 0 the values of the next states.
+    """
+    _check_equal(r_t=r_t.shape, v_t=v_t.shape, v_tp1=v_tp1.shape,
+                 terminated_t=terminated_t.shape, truncated_t=truncated_t.shape)  # fmt: skip
+    delta_t = r_t + discount * np.where(terminated_t, 0.0, v_tp1) - v_t
+    carry_t = discount * lambda_ * ~(terminated_t | truncated_t)
+    advantage = np.zeros(r_t.shape)
+    following = np.zeros(r_t.shape[1:])
+    for t in reversed(range(len(r_t))):
+        following = delta_t[t] + carry_t[t] * following
+        advantage[t] = following
+    return advantage
+
+
+def ema(previous: float | None, values: Floats, counts: Bools, *, decay: float) -> float | None:
+    """Returns an exponential moving average after one more batch.
+
+    Williams, Simple statistical gradient-following algorithms, 1992: the baseline of REINFORCE, as
+    the Hierarchical Planner keeps it (decay 0.9).
+
+    Args:
+        previous: the average so far; None = no batch yet.
+        values: the batch, [sample].
+        counts: which of it enters; where none does nothing changes, [sample].
+        decay: weight of the past.
+    """
+    _check_equal(values=values.shape, counts=counts.shape)
+    if not counts.any():
+        return previous
+    mean = float(values[counts].mean())
+    return mean if previous is None else decay * previous + (1.0 - decay) * mean
+
+
+def explained_variance(v: Floats, target: Floats) -> float:
+    """Returns the part of the variance of targets that values explain: 1 all, 0 as a constant.
+
+    Args:
+        v: values, [...].
+        target: what they should have been, [...]; NaN comes out where they are all equal.
+    """
+    _check_equal(v=v.shape, target=target.shape)
+    spread = float(np.var(target))
+    return 1.0 - float(np.var(target - v)) / spread if spread > 0 else float("nan")
+
+
+def elite_fit(
+    actions: NDArray[np.integer], reward: Floats, allowed: Bools, *, elites: int, uniform: float
+) -> NDArray[np.float64]:
+    """Returns the categoricals, [group, choice], that are closest to the best samples.
+
+    Gao, Chen and Li, Post: device placement with cross-entropy minimization and proximal policy
+    optimization, NeurIPS 2018. Least cross-entropy has a closed form: how often each choice is among
+    the elites; it is then mixed with the uniform one, f <- (1 - uniform) f + uniform / D.
+
+    Args:
+        actions: samples, [sample, group].
+        reward: what they are worth, [sample]; of equal ones the first.
+        allowed: the choices there are, [group, choice].
+        elites: how many samples are taken.
+        uniform: weight of the uniform distribution over the choices allowed.
+    """
+    _check_equal(actions=actions.shape, expected=(len(reward), len(allowed)))
+    best = actions[np.argsort(-reward, kind="stable")[:elites]]
+    group = np.broadcast_to(np.arange(len(allowed)), best.shape)
+    counts = np.zeros(allowed.shape)
+    np.add.at(counts, (group, best), 1.0)
+    fitted = counts / len(best)
+    return (1.0 - uniform) * fitted + uniform * allowed / allowed.sum(axis=1, keepdims=True)
