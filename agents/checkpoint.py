@@ -1,8 +1,8 @@
-"""Checkpoints: a dictionary of tensors, numbers and strings in a file that is whole or not there."""
+"""Checkpoints: tensors, numbers and strings in a file that is whole or not there."""
 
 import io
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,12 @@ def load(path: Path) -> dict[str, Any]:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file beside and moves it into place, once it is on the disk."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

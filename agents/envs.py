@@ -1,12 +1,12 @@
 """Gymnasium environments over a placement task: all groups at once, or one group a step.
 
-Both are deterministic, and neither cuts an episode by itself: what ends it is a termination. A limit
-on steps is gymnasium's own `TimeLimit`, which reports a truncation. Learners that need thousands of
-rewards use `PlacementTask.evaluate`, many placements at once; the environments give the same rewards
-one by one.
+Both are deterministic, and neither cuts an episode by itself: what ends it is a termination. A
+limit on steps is gymnasium's own `TimeLimit`, which reports a truncation. Learners that need
+thousands of rewards use `PlacementTask.evaluate`, many placements at once; the environments give
+the same rewards one by one.
 """
 
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -35,8 +35,6 @@ class OneShotPlacement(gymnasium.Env[Observation, NDArray[np.int64]]):
     Info: step_time (s, inf if illegal), fits, overflow (bytes over capacity), status.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
-
     def __init__(self, task: PlacementTask) -> None:
         self.task = task
         self.action_space = spaces.MultiDiscrete(np.full(task.num_groups, task.num_devices))
@@ -57,9 +55,7 @@ class OneShotPlacement(gymnasium.Env[Observation, NDArray[np.int64]]):
         self._is_over = False
         return self._observation(), {}
 
-    def step(
-        self, action: NDArray[np.int64]
-    ) -> tuple[Observation, float, bool, bool, Info]:
+    def step(self, action: NDArray[np.int64]) -> tuple[Observation, float, bool, bool, Info]:
         """Simulates the placement; the episode is over."""
         _check_begun(self._is_over)
         self._is_over = True
@@ -90,8 +86,6 @@ class StepwisePlacement(gymnasium.Env[Observation, np.int64]):
         that the mask forbids. Never truncated.
     Info: after the last group step_time (s), fits, overflow (bytes over capacity) and status.
     """
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(self, task: PlacementTask, *, dense: bool = False) -> None:
         self.task, self.dense = task, dense

@@ -99,7 +99,7 @@ def value_loss(v: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> t
     return 0.5 * error.sum() / counts.sum().clamp_min(1)
 
 
-def gae(
+def gae(  # noqa: PLR0913 - what an episode consists of
     r_t: Floats, v_t: Floats, v_tp1: Floats, terminated_t: Bools, truncated_t: Bools, *,
     discount: float, lambda_: float,
 ) -> NDArray[np.float64]:  # fmt: skip
@@ -130,23 +130,19 @@ def gae(
     return advantage
 
 
-def ema(previous: float | None, values: Floats, counts: Bools, *, decay: float) -> float | None:
-    """Returns an exponential moving average after one more batch.
+def ema(previous: float, values: Floats, *, decay: float) -> float:
+    """Returns an exponential moving average after one more batch, whose mean has weight 1 - decay.
 
-    Williams, Simple statistical gradient-following algorithms, 1992: the baseline of REINFORCE, as
-    the Hierarchical Planner keeps it (decay 0.9).
+    The baseline that the code of the Hierarchical Planner (Mirhoseini et al., 2018) subtracts from
+    its rewards, with decay 0.9. What should not count is left out by the caller.
 
     Args:
-        previous: the average so far; None = no batch yet.
-        values: the batch, [sample].
-        counts: which of it enters; where none does nothing changes, [sample].
+        previous: the average so far.
+        values: the batch, [sample]; where it is empty nothing changes.
         decay: weight of the past.
     """
-    _check_equal(values=values.shape, counts=counts.shape)
-    if not counts.any():
-        return previous
-    mean = float(values[counts].mean())
-    return mean if previous is None else decay * previous + (1.0 - decay) * mean
+    _check_rank(values.ndim, least=1)
+    return decay * previous + (1.0 - decay) * float(values.mean()) if values.size else previous
 
 
 def explained_variance(v: Floats, target: Floats) -> float:
@@ -157,8 +153,10 @@ def explained_variance(v: Floats, target: Floats) -> float:
         target: what they should have been, [...]; NaN comes out where they are all equal.
     """
     _check_equal(v=v.shape, target=target.shape)
-    spread = float(np.var(target))
-    return 1.0 - float(np.var(target - v)) / spread if spread > 0 else float("nan")
+    spread, rounding = float(np.std(target)), 1e-9 * float(np.abs(target).max(initial=0.0))
+    if spread <= rounding:
+        return float("nan")
+    return 1.0 - float(np.var(target - v)) / spread**2
 
 
 def elite_fit(
@@ -167,8 +165,8 @@ def elite_fit(
     """Returns the categoricals, [group, choice], that are closest to the best samples.
 
     Gao, Chen and Li, Post: device placement with cross-entropy minimization and proximal policy
-    optimization, NeurIPS 2018. Least cross-entropy has a closed form: how often each choice is among
-    the elites; it is then mixed with the uniform one, f <- (1 - uniform) f + uniform / D.
+    optimization, NeurIPS 2018. Least cross-entropy has a closed form: how often each choice is
+    among the elites; it is then mixed with the uniform one, f <- (1 - uniform) f + uniform / D.
 
     Args:
         actions: samples, [sample, group].
@@ -182,5 +180,5 @@ def elite_fit(
     group = np.broadcast_to(np.arange(len(allowed)), best.shape)
     counts = np.zeros(allowed.shape)
     np.add.at(counts, (group, best), 1.0)
-    fitted = counts / len(best)
-    return (1.0 - uniform) * fitted + uniform * allowed / allowed.sum(axis=1, keepdims=True)
+    flat: NDArray[np.float64] = allowed / allowed.sum(axis=1, keepdims=True)
+    return (1.0 - uniform) * counts / len(best) + uniform * flat

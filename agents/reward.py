@@ -1,7 +1,7 @@
 """Results of simulations -> rewards: a number per plan, and whether the plan fits.
 
-A plan that does not fit the memory or is illegal counts as one that takes longer than any other, the
-longer the more bytes it is over, so that a learner sees its way back. What of that belongs in a
+A plan that does not fit the memory or is illegal counts as one that takes longer than any other,
+the longer the more bytes it is over, so that a learner sees its way back. What of that belongs in a
 baseline's statistics is not decided here: `Rewards.fits` keeps the two kinds apart.
 """
 
@@ -21,11 +21,16 @@ class Outcome(Protocol):
     """What a simulation says about plans: a `BatchResult`, or the scores of a placement space."""
 
     @property
-    def step_time(self) -> NDArray[np.float64]: ...  # [plan] s, inf if illegal
+    def step_time(self) -> NDArray[np.float64]:
+        """Seconds, inf if illegal, [plan]."""
+
     @property
-    def overflow(self) -> NDArray[np.int64]: ...  # [plan] bytes over capacity, over all devices
+    def overflow(self) -> NDArray[np.int64]:
+        """Bytes over capacity, summed over devices, [plan]."""
+
     @property
-    def status(self) -> NDArray[np.uint8]: ...  # [plan] Status
+    def status(self) -> NDArray[np.uint8]:
+        """`Status` of each, [plan]."""
 
 
 Form: TypeAlias = Callable[[NDArray[np.float64], float], NDArray[np.float64]]

@@ -62,12 +62,12 @@ class PlacementTask:
     @property
     def num_groups(self) -> int:
         """Number of decisions."""
-        return self.allowed.shape[0]
+        return len(self.allowed)
 
     @property
     def num_devices(self) -> int:
         """Number of devices of the cluster."""
-        return self.allowed.shape[1]
+        return self.grouping.space.num_devices
 
     def evaluate(self, actions: NDArray[np.integer]) -> Evaluation:
         """Simulates a batch of actions on all cores.
@@ -86,31 +86,33 @@ class PlacementTask:
         if actions.ndim != 2 or actions.shape[1] != self.num_groups:
             raise ValueError(f"actions must be [plan, {self.num_groups}], not {actions.shape}")
         known = (actions >= 0) & (actions < self.num_devices)
-        group = np.arange(self.num_groups)
-        legal = (known & self.allowed[group, np.where(known, actions, 0)]).all(axis=1)
+        may_be: NDArray[np.bool_] = self.allowed[
+            np.arange(self.num_groups), np.where(known, actions, 0)
+        ]
+        legal = np.asarray((known & may_be).all(axis=1))
         outcome = self.score(self.grouping.expand(actions[legal])) if legal.any() else _nothing()
         scored, asked = len(outcome.step_time), int(legal.sum())
         size = len(actions) if scored == asked else int(np.flatnonzero(legal)[scored])
         legal = legal[:size]
-        whole = _Scored(
-            np.full(size, np.inf),
-            np.zeros(size, np.int64),
-            np.full(size, Status.ILLEGAL_DEVICE, np.uint8),
-        )
-        for array, part in zip(
-            whole, (outcome.step_time, outcome.overflow, outcome.status), strict=True
-        ):
-            array[legal] = part
-        rewards = self.reward.of(whole)
-        return Evaluation(rewards.value, rewards.fits, *whole)
+        step_time, overflow = np.full(size, np.inf), np.zeros(size, np.int64)
+        status = np.full(size, Status.ILLEGAL_DEVICE, np.uint8)
+        step_time[legal], overflow[legal] = outcome.step_time, outcome.overflow
+        status[legal] = outcome.status
+        rewards = self.reward.of(_Scored(step_time, overflow, status))
+        return Evaluation(rewards.value, rewards.fits, step_time, overflow, status)
 
     def content_hash(self) -> str:
         """Returns 16 hex digits that change with anything that decides an action's reward."""
         problem, digest = self.grouping.space.problem, hashlib.sha256()
-        names = (problem.graph.content_hash(), problem.cluster.content_hash(),
-                 problem.job.content_hash(), repr(problem.settings), self.reward.form.__name__,
-                 repr((self.reward.baseline, self.reward.slowest, self.reward.capacity)))  # fmt: skip
-        digest.update("\n".join(names).encode())
+        reward = self.reward
+        for part in (
+            problem.graph.content_hash(),
+            problem.cluster.content_hash(),
+            problem.job.content_hash(),
+            problem.settings,
+            (reward.form.__name__, reward.baseline, reward.slowest, reward.capacity),
+        ):
+            digest.update(f"{part!r}\n".encode())
         space = self.grouping.space
         for array in (self.grouping.group, self.allowed, space.allowed, problem.capacity):
             digest.update(array.tobytes())
@@ -130,14 +132,14 @@ def _nothing() -> _Scored:
 
 
 def toy() -> PlacementTask:
-    """Returns a small task whose optimum is known: 10 ms (`TOY_OPTIMUM`), against 20 ms on one GPU.
+    """Returns a small task whose optimum is known: 10 ms (`TOY_OPTIMUM`); one GPU takes 20 ms.
 
-    Eleven units on three equal GPUs, joined pairwise at 1 GB/s: a source (1 ms) feeds three branches
-    of three units (2 ms each, 4 MB between them), which a join (1 ms) gathers; source and join
-    exchange 1 MB with every branch. Best is a branch per GPU: the source ends at 1 ms and sends its
-    tensor twice, one after the other, so that the last branch starts at 3, ends at 9 and has the
-    join beside it, which ends at 10. Cutting a branch costs 4 ms. Brute force over all placements
-    finds nothing better (the tests do it).
+    Eleven units on three equal GPUs, joined pairwise at 1 GB/s: a source (1 ms) feeds three
+    branches of three units (2 ms each, 4 MB between them), which a join (1 ms) gathers; source and
+    join exchange 1 MB with every branch. Best is a branch per GPU: the source ends at 1 ms and
+    sends its tensor twice, one after the other, so that the last branch starts at 3, ends at 9 and
+    has the join beside it, which ends at 10. Cutting a branch costs 4 ms. Brute force over all
+    placements finds nothing better (the tests do it).
     """
     gpus = tuple(Device.of_kind(f"gpu{number}", "V100-SXM2-16GB") for number in range(3))
     pairs = (("gpu0", "gpu1"), ("gpu0", "gpu2"), ("gpu1", "gpu2"))

@@ -39,7 +39,8 @@ class Grouping:
         group = rank[coarse.group].astype(np.int32)
         allowed = np.zeros((len(first), space.num_devices), np.bool_)
         np.logical_or.at(allowed, group, space.allowed)
-        preferred = allowed & np.isin(np.arange(space.num_devices), space.devices)
+        preferred = allowed.copy()
+        preferred[:, sorted(set(range(space.num_devices)) - set(space.devices))] = False
         work = space.work.min(axis=1)
         return cls(
             space=space,
@@ -64,4 +65,5 @@ class Grouping:
         """Returns for each group the device that most of its work is on, [group]."""
         share = np.zeros(self.allowed.shape)
         np.add.at(share, (self.group, placement), self.weight)
-        return np.where(self.allowed, share, -1.0).argmax(axis=1).astype(np.int32)
+        most: NDArray[np.intp] = np.where(self.allowed, share, -1.0).argmax(axis=1)
+        return most.astype(np.int32)

@@ -1,0 +1,172 @@
+"""The command line of a learner, as of ``python -m agents.ppo``: options are its configuration."""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from agents.diagnostics import Diagnostics
+from agents.planners.space import PlacementSpace
+from agents.reward import Form, negative_log_time, negative_sqrt_time, negative_time
+from agents.task import PlacementTask
+from simcore import Problem
+from simcore.cli import FAILED, INTERRUPTED, OK, USAGE, note
+from simcore.cluster import resolve
+from simcore.commands import (
+    MODEL_HELP,
+    add_job_options,
+    add_settings_options,
+    job_changes,
+    settings_of,
+)
+from simcore.errors import PlacewrightError, UsageError
+from simcore.sources import load_graph
+from simcore.units import format_seconds
+
+_FORMS: dict[str, Form] = {
+    "log": negative_log_time,
+    "sqrt": negative_sqrt_time,
+    "time": negative_time,
+}
+_EVERY = 1.0  # s between lines of progress
+
+
+def option(default: Any, text: str) -> Any:
+    """Returns a field of a configuration with the text that is its help."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def run(config_type: type, train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
+    """Trains on the model that the arguments name, and says what came out.
+
+    Args:
+        config_type: a dataclass whose fields are `option`s.
+        train: a learner's `train(config, task, *, folder, resume, listener)`, whose result has
+            `best`, `history` and `interrupted`.
+        argv: arguments without the program's name; None takes them from the process.
+
+    Returns:
+        The exit status: 0 good, 1 nothing fits or failed, 2 wrong usage, 130 interrupted.
+    """
+    parser = _parser(config_type)
+    args = parser.parse_args(argv)
+    try:
+        given = {name.name: getattr(args, name.name) for name in dataclasses.fields(config_type)}
+        try:
+            config = config_type(**given)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return _train(args, config, train)
+    except PlacewrightError as error:
+        note(f"{parser.prog}: error: {error}")
+        return USAGE if isinstance(error, UsageError) else FAILED
+    except KeyboardInterrupt:
+        note(f"{parser.prog}: interrupted")
+        return INTERRUPTED
+
+
+def _parser(config_type: type) -> argparse.ArgumentParser:
+    module = sys.modules[config_type.__module__]
+    parser = argparse.ArgumentParser(
+        description=(module.__doc__ or "").partition("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="a preset, or a .toml file"
+    )
+    parser.add_argument("--groups", type=int, default=128, help="groups of units, at most")
+    parser.add_argument("--reward", choices=list(_FORMS), default="log", help="of a step time")
+    parser.add_argument("--folder", type=Path, help="for checkpoints and diagnostics")
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    group = parser.add_argument_group("learning")
+    hints = get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        kind = hints[field.name]
+        is_choice = get_origin(kind) is Literal
+        group.add_argument(
+            f"--{field.name.strip('_').replace('_', '-')}",
+            dest=field.name,
+            type=str if is_choice else kind,
+            choices=get_args(kind) if is_choice else None,
+            default=field.default,
+            metavar=None if is_choice else kind.__name__.upper(),
+            help=field.metadata["help"],
+        )
+    add_job_options(parser)
+    add_settings_options(parser)
+    return parser
+
+
+def _train(args: argparse.Namespace, config: Any, train: Callable[..., Any]) -> int:
+    if args.groups < 1:
+        raise UsageError(f"--groups must be at least 1, not {args.groups}")
+    if args.resume and args.folder is None:
+        raise UsageError("--resume needs the --folder of the run")
+    cluster = resolve(args.cluster)
+    graph, job, _ = load_graph(args.model, job_changes(args))
+    problem = Problem.build(graph, cluster, job, settings_of(args))
+    space = PlacementSpace.build(problem)
+    task = PlacementTask.build(space, num_groups=args.groups, form=_FORMS[args.reward])
+    note(f"{graph.name}: {graph.num_ops} ops, {space.num_units} units in {task.num_groups} groups")
+    begin = time.perf_counter()
+    trained = train(config, task, folder=args.folder, resume=args.resume, listener=_Progress())
+    best = trained.best
+    record = {
+        "graph": graph.name,
+        "cluster": cluster.name,
+        "groups": task.num_groups,
+        "feasible": best is not None and best.overflow == 0,
+        "best_step_time_s": None if best is None else best.step_time,
+        "found_at": None if best is None else best.evaluations,
+        "usual_step_time_s": task.reward.baseline,
+        "evaluations": trained.evaluations,
+        "iterations": trained.iterations,
+        "seconds": round(time.perf_counter() - begin, 3),
+        "interrupted": trained.interrupted,
+    }
+    sys.stdout.write(f"{json.dumps(record) if args.json else _words(record)}\n")
+    return OK if record["feasible"] else FAILED
+
+
+class _Progress:
+    """Tells a person how a run goes, about once a second."""
+
+    def __init__(self) -> None:
+        self.told = -math.inf
+
+    def __call__(self, row: Diagnostics) -> None:
+        """Notes one iteration."""
+        if time.monotonic() - self.told < _EVERY:
+            return
+        self.told = time.monotonic()
+        note(
+            f"iteration {row.iteration}: best {_time(row.best_step_time)}, "
+            f"mean {_time(row.mean_step_time)}, {row.evaluations:,} simulations "
+            f"({row.evaluations_per_second:,.0f}/s), entropy {row.entropy:.3f}, "
+            f"KL {row.approx_kl:.4f}, clipped {row.clip_fraction:.0%}"
+        )
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if math.isfinite(seconds) else "nothing fits"
+
+
+def _words(record: dict[str, Any]) -> str:
+    best = record["best_step_time_s"]
+    if best is None:
+        found = "no legal placement"
+    elif record["feasible"]:
+        found = f"{format_seconds(best)} a step, found at simulation {record['found_at']:,}"
+    else:
+        found = "nothing found fits the memory"
+    return (
+        f"{record['graph']} on {record['cluster']}: {found} (everything on its default device: "
+        f"{format_seconds(record['usual_step_time_s'])}); {record['evaluations']:,} simulations"
+    )

@@ -1,0 +1,436 @@
+"""Proximal policy optimisation over placements, from configuration to loop, in one file.
+
+Schulman et al., Proximal policy optimization algorithms, 2017. The policy is the simplest there is,
+a table of logits per group, so one encode gives K placements at once. A placement is read as an
+episode: group after group is decided, in program order, and the reward comes after the last one.
+The value of what is decided so far is a sum over the groups decided, so that a decision is credited
+with what it changed; a moving average can take its place.
+
+    python -m agents.ppo bert-base --cluster 4xP100-PCIe --evaluations 20000 --folder run
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from agents import checkpoint, losses
+from agents.command_line import option, run
+from agents.diagnostics import Diagnostics, Journal
+from agents.task import Evaluation
+from simcore.errors import PlacewrightError, UsageError
+
+CHECKPOINT = "checkpoint.pt"
+_FORMAT = "placewright-ppo/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All that decides a run beside the task; the help of each field is its documentation."""
+
+    evaluations: int = option(20_000, "placements to simulate")
+    seed: int = option(0, "of all that is drawn")
+    placements: int = option(64, "placements sampled per iteration, K")
+    epochs: int = option(4, "passes over the placements of an iteration, at most")
+    learning_rate: float = option(0.1, "of Adam")
+    clip: float = option(0.2, "how far a ratio of probabilities may go from 1")
+    kl_limit: float = option(0.05, "approximate KL per decision that ends an iteration's passes")
+    entropy_weight: float = option(0.0, "of the entropy bonus, per nat and decision")
+    baseline: Literal["value", "ema"] = option(
+        "value", "what a reward is compared with: value or ema"
+    )
+    value_weight: float = option(0.5, "of the loss of the values")
+    lambda_: float = option(0.95, "of generalised advantages; 1 trusts rewards only")
+    decay: float = option(0.9, "of the moving averages of rewards")
+    gradient_limit: float = option(1.0, "norm that gradients are clipped to")
+    advantage_limit: float = option(5.0, "standard deviations that advantages are clipped to")
+    start_weight: float = option(0.7, "probability of the devices of a given start, at first")
+    checkpoint_every: int = option(20, "iterations between checkpoints")
+    threads: int = option(1, "of torch; tensors this small gain nothing from more")
+
+    def __post_init__(self) -> None:
+        for name in ("evaluations", "placements", "epochs", "checkpoint_every", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("lambda_", "decay", "start_weight"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        for name in ("learning_rate", "clip", "kl_limit", "gradient_limit", "advantage_limit"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        if self.baseline not in ("value", "ema"):
+            raise ValueError(f"baseline must be value or ema, not {self.baseline!r}")
+
+
+class BatchEnv(Protocol):
+    """What is learned from: `agents.task.PlacementTask` is one."""
+
+    @property
+    def allowed(self) -> NDArray[np.bool_]:
+        """Actions there are, [group, dev]."""
+
+    def evaluate(self, actions: NDArray[np.integer]) -> Evaluation:
+        """Returns what placements are worth, [K, group]; fewer where a budget ends."""
+
+    def content_hash(self) -> str:
+        """Returns what changes with anything that decides a reward."""
+
+
+class Best(NamedTuple):
+    """The best placement so far: least over the memory, then fastest."""
+
+    actions: NDArray[np.int64]  # [group] device index
+    step_time: float  # s
+    overflow: int  # bytes over capacity
+    evaluations: int  # made when it was found, itself included
+
+
+class Policy(nn.Module):
+    """A categorical over devices for each group, and the value of what is decided so far."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        super().__init__()
+        self.allowed: Tensor
+        self.register_buffer("allowed", allowed)  # bool [group, dev]
+        self.logits = nn.Parameter(torch.zeros(allowed.shape))  # [group, dev]
+        self.change = nn.Parameter(torch.zeros(allowed.shape))  # [group, dev] of the value
+        self.start = nn.Parameter(torch.zeros(()))  # value before the first group
+
+    def forward(self) -> Tensor:
+        """Returns log probabilities, [group, dev]."""
+        return losses.masked_log_softmax(self.logits, self.allowed)
+
+    def values(self, actions: Tensor) -> Tensor:
+        """Returns the value before each group is decided, [K, group]; sees earlier groups only."""
+        change = self.change[torch.arange(actions.shape[1]), actions]  # [K, group]
+        return self.start + change.cumsum(1) - change
+
+    @torch.no_grad()
+    def lean(self, actions: Tensor, probability: float) -> None:
+        """Begins near a placement, [group]: the rest of the probability is uniform."""
+        uniform = (1.0 - probability) * self.allowed / self.allowed.sum(1, keepdim=True)
+        uniform[torch.arange(len(actions)), actions] += probability
+        self.logits.copy_(uniform.clamp_min(1e-6).log())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainResult:
+    """What a run found.
+
+    Attributes:
+        best: the best legal placement, None if there was none.
+        iterations: made in all.
+        evaluations: placements simulated in all.
+        history: the diagnostics of each iteration since the start or the resumption.
+        policy: the trained policy.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    best: Best | None
+    iterations: int
+    evaluations: int
+    history: tuple[Diagnostics, ...]
+    policy: Policy
+    interrupted: bool
+
+
+class Samples(NamedTuple):
+    """Placements that were sampled and what became of them. Axes: K, group."""
+
+    actions: Tensor  # int64 [K, group]
+    log_probability: Tensor  # [K, group] when they were sampled
+    values: Tensor  # [K, group]
+    entropy: float  # nats per decision
+    found: Evaluation  # of each placement
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """All that changes in a run, and that a checkpoint keeps."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    generator: torch.Generator
+    mean: float | None = None  # moving average of rewards of placements that fit
+    spread: float = 0.0  # moving average of their standard deviation
+    iteration: int = 0
+    evaluations: int = 0
+    best: Best | None = None
+
+    @classmethod
+    def new(cls, config: Config, env: BatchEnv, start: NDArray[np.integer] | None) -> "Learner":
+        """Returns a learner that knows nothing but a start, [group]."""
+        policy = Policy(torch.from_numpy(env.allowed.copy()))
+        if start is not None:
+            policy.lean(torch.from_numpy(np.asarray(start, np.int64)), config.start_weight)
+        optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
+        generator = torch.Generator().manual_seed(config.seed)
+        return cls(policy=policy, optimizer=optimizer, generator=generator)
+
+    def note_best(self, samples: Samples) -> None:
+        """Keeps the best placement."""
+        found = samples.found
+        legal = np.flatnonzero(np.isfinite(found.step_time))
+        if len(legal):
+            order = np.lexsort((found.step_time[legal], found.overflow[legal]))
+            plan = int(legal[order[0]])
+            rank = int(found.overflow[plan]), float(found.step_time[plan])
+            if self.best is None or rank < (self.best.overflow, self.best.step_time):
+                actions = samples.actions[plan].numpy().copy()
+                self.best = Best(actions, rank[1], rank[0], self.evaluations + plan + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        best = self.best
+        return {
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "numbers": [self.mean, self.spread, self.iteration, self.evaluations],
+            "best": best and [torch.from_numpy(best.actions), *best[1:]],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes up what a checkpoint kept."""
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.mean, self.spread, self.iteration, self.evaluations = state["numbers"]
+        best = state["best"]
+        self.best = best and Best(best[0].numpy(), *best[1:])
+
+
+@torch.no_grad()
+def rollout(learner: Learner, env: BatchEnv, num: int) -> Samples:
+    """Samples placements from one encode and simulates them; fewer where the budget ends."""
+    policy = learner.policy
+    log_probabilities = policy()  # [group, dev]
+    actions = sample(log_probabilities, policy.allowed, num, learner.generator)  # [K, group]
+    found = env.evaluate(actions.numpy())
+    actions = actions[: len(found.reward)]
+    group = torch.arange(actions.shape[1])
+    entropy = losses.categorical_entropy(log_probabilities).mean()
+    return Samples(
+        actions, log_probabilities[group, actions], policy.values(actions), float(entropy), found
+    )
+
+
+def sample(
+    log_probabilities: Tensor, allowed: Tensor, num: int, generator: torch.Generator
+) -> Tensor:
+    """Draws actions, int64 [K, group], from categoricals, [group, dev]; never a masked one."""
+    cumulative = log_probabilities.exp().cumsum(1)  # [group, dev]
+    drawn = torch.rand(num, len(cumulative), 1, generator=generator)  # [K, group, 1]
+    choice = (drawn >= cumulative).sum(2)  # [K, group]
+    last = allowed.shape[1] - 1 - allowed.flip(1).to(torch.uint8).argmax(1)  # [group]
+    return choice.minimum(last)  # where rounding left the sum below 1
+
+
+class Advantages(NamedTuple):
+    """What a decision was worth, against what was expected. Axes: K, group."""
+
+    advantage: Tensor  # [K, group] in standard deviations
+    target: Tensor  # [K, group] of the values
+    counts: Tensor  # bool [K] what enters statistics and values
+    explained_variance: float
+
+
+def advantages(config: Config, learner: Learner, samples: Samples) -> Advantages:
+    """Credits each decision, and moves the averages of the rewards.
+
+    Rewards are compared with what fits only: what does not fit has a penalty as its reward, which
+    would hide all other differences. Only where (almost) nothing fits does everything count.
+    """
+    found = samples.found
+    counts = found.fits if found.fits.sum() > 1 else np.ones(len(found.fits), np.bool_)
+    now = found.reward[counts]
+    if learner.mean is None:
+        learner.mean, learner.spread = float(now.mean()), float(now.std())
+    limit = config.advantage_limit
+    reward = np.clip((found.reward - learner.mean) / max(1e-8, learner.spread), -limit, limit)
+    learner.mean = losses.ema(learner.mean, now, decay=config.decay)
+    learner.spread = losses.ema(learner.spread, now.std(keepdims=True), decay=config.decay)
+
+    v_t = samples.values.numpy().T.astype(np.float64)  # [group, K]
+    if config.baseline == "ema":
+        v_t = np.zeros_like(v_t)  # the average is in the rewards already
+    r_t, ends = np.zeros_like(v_t), np.zeros(v_t.shape, np.bool_)
+    r_t[-1:], ends[-1:] = reward, True  # a whole placement terminates
+    v_tp1 = np.concatenate([v_t[1:], np.zeros_like(v_t[:1])])
+    raw = losses.gae(
+        r_t, v_t, v_tp1, ends, np.zeros_like(ends),
+        discount=1.0, lambda_=1.0 if config.baseline == "ema" else config.lambda_,
+    )  # fmt: skip
+    explained = losses.explained_variance(v_t, np.broadcast_to(reward, v_t.shape))
+    advantage = (raw - raw[:, counts].mean()) / max(1e-8, float(raw[:, counts].std()))
+    return Advantages(
+        torch.from_numpy(np.clip(advantage, -limit, limit).T.astype(np.float32)),
+        torch.from_numpy((raw + v_t).T.astype(np.float32)),
+        torch.from_numpy(counts),
+        explained,
+    )
+
+
+class Update(NamedTuple):
+    """What an update did."""
+
+    approx_kl: float
+    clip_fraction: float
+    policy_loss: float
+    value_loss: float
+    gradient_norm: float
+    epochs: int
+
+
+def update(config: Config, learner: Learner, samples: Samples, credit: Advantages) -> Update:
+    """Climbs the clipped surrogate until the policy has moved as far as it may."""
+    policy, group = learner.policy, torch.arange(samples.actions.shape[1])
+    counts = credit.counts[:, None].expand_as(credit.target)
+    norm, epochs = math.nan, 0
+    while True:
+        log_probabilities = policy()
+        log_ratio = log_probabilities[group, samples.actions] - samples.log_probability
+        policy_loss = losses.clipped_surrogate(log_ratio, credit.advantage, clip=config.clip)
+        value_loss = losses.value_loss(policy.values(samples.actions), credit.target, counts)
+        entropy = losses.categorical_entropy(log_probabilities).mean()
+        approx_kl = float(losses.approximate_kl(log_ratio.detach()))
+        if epochs == config.epochs or approx_kl > config.kl_limit:
+            break
+        loss = policy_loss - config.entropy_weight * entropy
+        if config.baseline == "value":
+            loss = loss + config.value_weight * value_loss
+        learner.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = float(nn.utils.clip_grad_norm_(policy.parameters(), config.gradient_limit))
+        learner.optimizer.step()
+        epochs += 1
+    return Update(
+        approx_kl=approx_kl,
+        clip_fraction=float(losses.clip_fraction(log_ratio.detach(), clip=config.clip)),
+        policy_loss=float(policy_loss.detach()),
+        value_loss=float(value_loss.detach()),
+        gradient_norm=norm,
+        epochs=epochs,
+    )
+
+
+def train(
+    config: Config,
+    env: BatchEnv,
+    *,
+    start: NDArray[np.integer] | None = None,
+    folder: Path | None = None,
+    resume: bool = False,
+    listener: Callable[[Diagnostics], None] | None = None,
+) -> TrainResult:
+    """Trains a policy on one task.
+
+    Args:
+        config: what decides the run. Same configuration and task, same curve, bit for bit, whether
+            in one go or resumed.
+        env: the task; one that returns fewer placements than it is given ends the run.
+        start: devices to begin near, [group]; None = from nothing.
+        folder: where checkpoints and diagnostics go; None = nowhere.
+        resume: go on from the checkpoint in the folder, to `config.evaluations`.
+        listener: called after each iteration.
+
+    Returns:
+        What was found; after Ctrl-C too.
+
+    Raises:
+        PlacewrightError: there is no checkpoint to resume from, or it is of another run.
+    """
+    learner = Learner.new(config, env, start)
+    if resume:
+        _restore(learner, config, env, folder)
+    journal = None if folder is None else Journal(folder, after=learner.iteration)
+    history: list[Diagnostics] = []
+    interrupted = False
+    try:
+        while (left := config.evaluations - learner.evaluations) > 0:
+            row = _iterate(config, learner, env, min(left, config.placements))
+            if row is None:
+                break
+            history.append(row)
+            is_last = learner.evaluations >= config.evaluations
+            if folder is not None and (is_last or row.iteration % config.checkpoint_every == 0):
+                checkpoint.save(folder / CHECKPOINT, _checkpoint(learner, config, env))
+            if journal is not None:
+                journal.write(row)
+            if listener is not None:
+                listener(row)
+    except KeyboardInterrupt:
+        interrupted = True
+    if journal is not None:
+        journal.close()
+    return TrainResult(
+        best=learner.best,
+        iterations=learner.iteration,
+        evaluations=learner.evaluations,
+        history=tuple(history),
+        policy=learner.policy,
+        interrupted=interrupted,
+    )
+
+
+def _iterate(config: Config, learner: Learner, env: BatchEnv, num: int) -> Diagnostics | None:
+    """Runs one iteration; returns None where the budget of the task ended within it."""
+    begin = time.perf_counter()
+    samples = rollout(learner, env, num)
+    learner.note_best(samples)
+    found = samples.found
+    if len(found.reward) < num:
+        return None
+    credit = advantages(config, learner, samples)
+    done = update(config, learner, samples, credit)
+    learner.iteration += 1
+    learner.evaluations += num
+    best, fits = learner.best, found.fits
+    return Diagnostics(
+        iteration=learner.iteration,
+        evaluations=learner.evaluations,
+        evaluations_per_second=num / (time.perf_counter() - begin),
+        best_step_time=best.step_time if best is not None and not best.overflow else math.inf,
+        mean_step_time=float(found.step_time[fits].mean()) if fits.any() else math.nan,
+        mean_reward=float(found.reward[fits].mean()) if fits.any() else math.nan,
+        fits=float(fits.mean()),
+        entropy=samples.entropy,
+        explained_variance=credit.explained_variance,
+        **done._asdict(),
+    )
+
+
+def _identity(config: Config, env: BatchEnv) -> dict[str, str]:
+    """Returns what a checkpoint has to agree with to be resumed; a run may be made longer."""
+    decisive = {name: value for name, value in asdict(config).items() if name != "evaluations"}
+    return {
+        "format": _FORMAT, "task": env.content_hash(), "configuration": json.dumps(decisive),
+    }  # fmt: skip
+
+
+def _checkpoint(learner: Learner, config: Config, env: BatchEnv) -> dict[str, Any]:
+    return {"identity": _identity(config, env), **learner.state()}
+
+
+def _restore(learner: Learner, config: Config, env: BatchEnv, folder: Path | None) -> None:
+    if folder is None:
+        raise UsageError("resume: there is no folder to resume from")
+    path = folder / CHECKPOINT
+    state = checkpoint.load(path)
+    for name, value in _identity(config, env).items():
+        if state.get("identity", {}).get(name) != value:
+            raise PlacewrightError(f"{path}: its {name} is not that of this run")
+    learner.restore(state)
+
+
+if __name__ == "__main__":
+    sys.exit(run(Config, train))
