@@ -50,8 +50,8 @@ def measure_all(args: argparse.Namespace) -> dict[str, object]:
     yardstick = measure()
     settings = Settings(contention=args.contention)
     static = Problem.build(graph, cluster, job, settings)
-    loop = replace(static, mode=static.mode._replace(engine=int(Engine.EVENTS)))
-    sweep = replace(static, mode=static.mode._replace(engine=int(Engine.SWEEP)))
+    loop = replace(static, engine=Engine.EVENTS)
+    sweep = replace(static, engine=Engine.SWEEP)
     fifo = Problem.build(graph, cluster, job, Settings(contention="fifo"))
     per_plan = {
         name: seconds_per_plan(

@@ -54,6 +54,7 @@ class Problem:
     batch: int | None  # samples each copy of the model sees
     tables: Tables
     mode: Mode
+    engine: Engine  # how batches are run; all engines that apply give the same bits
     capacity: NDArray[np.int64]  # [dev] bytes that reserved memory may reach
     fragmentation: NDArray[np.float64]  # [dev] reserved = allocated * (1 + fragmentation) + context
     context: NDArray[np.int64]  # [dev] bytes
@@ -118,8 +119,8 @@ class Problem:
                 int(Order[settings.order.upper()]),
                 int(Host[settings.host.upper()]),
                 int(Contention[settings.contention.upper()]),
-                int(choose_engine(settings, len(cluster.devices))),
             ),
+            engine=choose_engine(settings, len(cluster.devices)),
             capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
             fragmentation=np.array([profile.fragmentation for profile in profiles]),
             context=np.array([profile.context for profile in profiles], np.int64),
@@ -217,7 +218,6 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
         held_bytes=held.num_bytes,
         pairs=_pairs(cluster),
         hops=cluster.hops.astype(np.int64),
-        num_units=graph.num_units,
         num_channels=len(cluster.channels),
         max_resources=int(np.diff(cluster.first_hop).max(initial=0)) + 1,
     )
@@ -233,7 +233,6 @@ def _ops(
     per_op = {
         "workspace": sized.workspace,
         "resident": sized.resident + held.resident,
-        "unit": graph.unit,
         "leader": unit_leaders(graph)[graph.unit],
         "allocate": shared.allocate,
         "release": shared.release,

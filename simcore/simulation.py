@@ -23,7 +23,9 @@ from simcore.kernel import (
     make_lanes,
     make_outcome,
     make_scratch,
-    run_batch,
+    run_events,
+    run_lanes,
+    run_sweep,
 )
 from simcore.lower import Problem
 from simcore.plan import Plan, Settings
@@ -37,7 +39,7 @@ from simcore.result import (
     remote_arrivals,
 )
 
-MIN_PLANS_PER_THREAD = 8
+MIN_OPS_PER_THREAD = 100_000  # ops of all its plans; less work is not worth a thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,14 +77,12 @@ def simulate_batch(
         )
     out = make_outcome(len(plans), len(problem.cluster.devices))
     batch = Plans(plans, out)
-    most = max(1, len(plans) // MIN_PLANS_PER_THREAD)
+    most = max(1, min(len(plans), plans.size // MIN_OPS_PER_THREAD))
     workers = min(max(1, threads or os.cpu_count() or 1), most)
     bounds = np.linspace(0, len(plans), workers + 1).astype(int)
 
     def share(worker: int) -> None:
-        scratch, lanes = make_scratch(problem.tables), make_lanes(problem.tables)
-        begin, end = int(bounds[worker]), int(bounds[worker + 1])
-        run_batch(problem.tables, problem.mode, batch, scratch, lanes, begin, end)
+        _run(problem, batch, int(bounds[worker]), int(bounds[worker + 1]))
 
     if workers == 1:
         share(0)
@@ -100,6 +100,17 @@ def _as_plans(placements: NDArray[np.integer]) -> NDArray[np.int32]:
     if given.size and not np.can_cast(given.dtype, np.int32):
         given = np.where((given >= 0) & (given < 2**31), given, NONE)
     return np.require(given, np.int32, ["C", "W"])
+
+
+def _run(problem: Problem, batch: Plans, begin: int, end: int) -> None:
+    """Runs one thread's share of a batch on the problem's engine."""
+    tables, mode, scratch = problem.tables, problem.mode, make_scratch(problem.tables)
+    if problem.engine == Engine.LANES:
+        run_lanes(tables, mode, batch, scratch, make_lanes(tables), begin, end)
+    elif problem.engine == Engine.SWEEP:
+        run_sweep(tables, mode, batch, scratch, begin, end)
+    else:
+        run_events(tables, mode, batch, scratch, begin, end)
 
 
 def _with_memory(problem: Problem, out: Outcome) -> BatchResult:
@@ -138,8 +149,7 @@ def run_placement(
     if plans.shape[1] != problem.graph.num_ops:
         raise PlanError(f"placement of {plans.shape[1]} ops, expected {problem.graph.num_ops}")
     out, scratch = make_outcome(1, len(problem.cluster.devices)), make_scratch(tables)
-    mode = problem.mode._replace(engine=int(Engine.EVENTS))
-    run_batch(tables, mode, Plans(plans, out), scratch, make_lanes(tables), 0, 1)
+    run_events(tables, problem.mode, Plans(plans, out), scratch, 0, 1)
     if out.status[0] != Status.OK:
         raise PlanError(_explain(problem, plans[0], Status(out.status[0]), int(out.culprit[0])))
     num_transfers = int(scratch.ops["first_transfer"][-1])

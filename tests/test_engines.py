@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numba.core.runtime import _nrt_python, rtsys
 
 from simcore.kernel import Engine, Status
 from simcore.lower import Problem, choose_engine
@@ -37,8 +38,7 @@ def draw_plans(rng: np.random.Generator, case: Case) -> np.ndarray:
 
 
 def play(problem: Problem, engine: Engine, plans: np.ndarray) -> BatchResult:
-    chosen = replace(problem, mode=problem.mode._replace(engine=int(engine)))
-    return simulate_batch(chosen, plans, threads=1)
+    return simulate_batch(replace(problem, engine=engine), plans, threads=1)
 
 
 def assert_equal(found: BatchResult, expected: BatchResult, label: str) -> None:
@@ -68,3 +68,17 @@ def test_the_engine_is_chosen_by_what_the_settings_allow() -> None:
     assert choose_engine(Settings(contention="ordered"), 4) == Engine.SWEEP
     assert choose_engine(Settings(contention="fifo"), 4) == Engine.EVENTS
     assert choose_engine(Settings(contention="none", order="ready"), 4) == Engine.EVENTS
+
+
+def test_a_batch_allocates_the_same_whatever_its_size() -> None:
+    rng = np.random.default_rng(3)
+    case = static_case(rng, 0)
+    problem, plans = compiled_problem(case), draw_plans(rng, case)[:10]
+    _nrt_python.memsys_enable_stats()
+    allocations = []
+    for engine in Engine:
+        for count in (1, 1000):
+            before = rtsys.get_allocation_stats().alloc
+            play(problem, engine, np.concatenate([plans] * count))
+            allocations.append(rtsys.get_allocation_stats().alloc - before)
+    assert allocations == [0] * 6

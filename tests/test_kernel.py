@@ -144,7 +144,7 @@ def test_numbas_cache_folder_is_restored_after_an_error(monkeypatch):
 def test_importing_the_kernel_compiles_nothing_and_imports_no_torch():
     script = (
         "import sys, simcore.kernel as k; assert 'torch' not in sys.modules; "
-        "assert not getattr(k.run_batch, 'signatures', [])"
+        "assert not getattr(k.run_events, 'signatures', [])"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 

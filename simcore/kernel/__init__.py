@@ -3,7 +3,7 @@
 from simcore.kernel.compiled import keyed_cache
 
 with keyed_cache():
-    from simcore.kernel.batch import Plans, run_batch
+    from simcore.kernel.batch import Plans, run_events, run_lanes, run_sweep
     from simcore.kernel.lanes import MAX_LANE_DEVICES, make_lanes
     from simcore.kernel.records import (
         CASE,
@@ -54,5 +54,7 @@ __all__ = [
     "make_outcome",
     "make_records",
     "make_scratch",
-    "run_batch",
+    "run_events",
+    "run_lanes",
+    "run_sweep",
 ]

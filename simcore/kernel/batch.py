@@ -9,14 +9,14 @@ from simcore.kernel.compiled import compiled
 from simcore.kernel.lane_memory import walk_lanes
 from simcore.kernel.lanes import LANES, LaneScratch, load_lanes, sweep_lanes
 from simcore.kernel.loop import play
-from simcore.kernel.lowering import check_placement, list_ops, make_transfers
-from simcore.kernel.memory import walk_memory
-from simcore.kernel.records import NONE, Count, Engine, Mode, Outcome, Scratch, Status, Tables
+from simcore.kernel.lowering import list_ops, make_transfers
+from simcore.kernel.memory import walk_by_program, walk_by_start
+from simcore.kernel.records import NONE, Count, Mode, Order, Outcome, Scratch, Status, Tables
 from simcore.kernel.sweep import sweep
 
 _OK, _DEADLOCK = int(Status.OK), int(Status.DEADLOCK)
 _FINISHED = int(Count.FINISHED)
-_EVENTS, _LANES = int(Engine.EVENTS), int(Engine.LANES)
+_READY = int(Order.READY)
 
 
 class Plans(NamedTuple):
@@ -27,41 +27,45 @@ class Plans(NamedTuple):
 
 
 @compiled
-def _play_events(tables: Tables, mode: Mode, s: Scratch) -> tuple[int, int, float]:
-    status, culprit = make_transfers(tables, mode, s)
-    if status != _OK:
-        return status, culprit, np.inf
-    step_time = play(tables, mode, s)
-    if s.counts[_FINISHED] < tables.cost.shape[0]:
-        return _DEADLOCK, NONE, np.inf
-    return _OK, NONE, step_time
-
-
-@compiled
-def _run_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, plan: int) -> None:
-    """Runs one placement and writes its outcome."""
-    placement, out = plans.placements[plan], plans.outcome
-    status, culprit = check_placement(tables, placement, s)
-    step_time = np.inf
-    if status == _OK:
-        list_ops(tables, placement, s)
-        if mode.engine == _EVENTS:
-            status, culprit, step_time = _play_events(tables, mode, s)
-        else:
-            status, culprit, step_time = sweep(tables, mode, s)
-    if status == _OK:
-        walk_memory(tables, mode, s)
-    out.status[plan] = status
-    out.culprit[plan] = culprit
+def _write(tables: Tables, plans: Plans, s: Scratch, plan: int, step_time: float) -> None:
+    """Writes the outcome of a plan that ran."""
+    out = plans.outcome
+    out.status[plan] = _OK
+    out.culprit[plan] = NONE
     out.step_time[plan] = step_time
     for device in range(tables.cost.shape[1]):
-        legal = status == _OK
-        out.allocated[plan, device] = s.devices[device].peak if legal else 0
-        out.used[plan, device] = legal and s.devices[device + 1].slot > s.devices[device].slot
+        out.allocated[plan, device] = s.devices[device].peak
+        out.used[plan, device] = s.devices[device + 1].slot > s.devices[device].slot
 
 
 @compiled
-def _run_lanes(
+def _refuse(tables: Tables, plans: Plans, plan: int, status: int, culprit: int) -> None:
+    """Writes the outcome of a plan that breaks a rule."""
+    out = plans.outcome
+    out.status[plan] = status
+    out.culprit[plan] = culprit
+    out.step_time[plan] = np.inf
+    for device in range(tables.cost.shape[1]):
+        out.allocated[plan, device] = 0
+        out.used[plan, device] = False
+
+
+@compiled
+def _sweep_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, plan: int) -> None:
+    """Runs one placement by the sweep."""
+    status, culprit = list_ops(tables, plans.placements[plan], s)
+    step_time = np.inf
+    if status == _OK:
+        status, culprit, step_time = sweep(tables, mode, s)
+    if status != _OK:
+        _refuse(tables, plans, plan, status, culprit)
+        return
+    walk_by_program(tables, s)
+    _write(tables, plans, s, plan, step_time)
+
+
+@compiled
+def _sweep_lanes(
     tables: Tables, mode: Mode, plans: Plans, s: Scratch, lanes: LaneScratch, first: int
 ) -> None:
     """Runs LANES placements in lock-step; those that break a rule once more on their own."""
@@ -72,7 +76,7 @@ def _run_lanes(
     for lane in range(LANES):
         plan = first + lane
         if lanes.broken[lane] == 1 or lanes.latest[lane] == np.inf:
-            _run_one(tables, mode, plans, s, plan)
+            _sweep_one(tables, mode, plans, s, plan)
             continue
         out.status[plan] = _OK
         out.culprit[plan] = NONE
@@ -82,8 +86,39 @@ def _run_lanes(
             out.used[plan, device] = lanes.used[device, lane] == 1
 
 
+# one entry an engine, so that only what is used is compiled
+
+
 @compiled
-def run_batch(  # noqa: PLR0913, PLR0917 - a thread's share of a batch
+def run_events(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
+    """Plays the placements begin to end of a batch by events and writes their outcome."""
+    for plan in range(begin, end):
+        status, culprit = list_ops(tables, plans.placements[plan], s)
+        if status == _OK:
+            status, culprit = make_transfers(tables, mode, s)
+        if status != _OK:
+            _refuse(tables, plans, plan, status, culprit)
+            continue
+        step_time = play(tables, mode, s)
+        if s.counts[_FINISHED] < tables.cost.shape[0]:
+            _refuse(tables, plans, plan, _DEADLOCK, NONE)
+            continue
+        if mode.order == _READY:
+            walk_by_start(tables, s)
+        else:
+            walk_by_program(tables, s)
+        _write(tables, plans, s, plan, step_time)
+
+
+@compiled
+def run_sweep(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
+    """Sweeps the placements begin to end of a batch one by one and writes their outcome."""
+    for plan in range(begin, end):
+        _sweep_one(tables, mode, plans, s, plan)
+
+
+@compiled
+def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch
     tables: Tables,
     mode: Mode,
     plans: Plans,
@@ -92,11 +127,10 @@ def run_batch(  # noqa: PLR0913, PLR0917 - a thread's share of a batch
     begin: int,
     end: int,
 ) -> None:
-    """Runs the placements begin to end of a batch and writes their outcome."""
+    """Sweeps the placements begin to end of a batch in lanes and writes their outcome."""
     plan = begin
-    if mode.engine == _LANES:
-        while plan + LANES <= end:
-            _run_lanes(tables, mode, plans, s, lanes, plan)
-            plan += LANES
+    while plan + LANES <= end:
+        _sweep_lanes(tables, mode, plans, s, lanes, plan)
+        plan += LANES
     for rest in range(plan, end):
-        _run_one(tables, mode, plans, s, rest)
+        _sweep_one(tables, mode, plans, s, rest)

@@ -12,37 +12,41 @@ _TRANSFERS = int(Count.TRANSFERS)
 
 
 @compiled
-def check_placement(tables: Tables, placement: np.ndarray, s: Scratch) -> tuple[int, int]:
+def _check(tables: Tables, placement: np.ndarray, s: Scratch) -> tuple[int, int]:
     """Returns (status, culprit op): every op on a device that can run it, units kept together."""
     num_devices = tables.cost.shape[1]
-    s.unit_device[:] = NONE
-    for op in range(placement.shape[0]):
+    for op in range(tables.cost.shape[0]):
         device = int(placement[op])
         if device < 0 or device >= num_devices or tables.cost[op, device].duration == np.inf:
             return _ILLEGAL, op
-        unit = tables.ops[op].unit
-        if s.unit_device[unit] == NONE:
-            s.unit_device[unit] = device
-        elif s.unit_device[unit] != device:
+        if placement[tables.ops[op].leader] != device:
             return _SPLIT, op
+        s.ops[op].place = device
     return _OK, NONE
 
 
 @compiled
-def list_ops(tables: Tables, placement: np.ndarray, s: Scratch) -> None:
-    """Chains the ops of each device in program order and gives each device its slots."""
-    num_devices = s.devices.shape[0] - 1
+def list_ops(tables: Tables, placement: np.ndarray, s: Scratch) -> tuple[int, int]:
+    """Checks a placement, chains the ops of each device in program order, and counts them.
+
+    Returns:
+        (status, culprit op).
+    """
+    status, culprit = _check(tables, placement, s)
+    if status != _OK:
+        return status, culprit
+    num_devices = tables.cost.shape[1]
     for device in range(num_devices + 1):
         s.devices[device].head = NONE
         s.devices[device].slot = 0
     for op in range(tables.cost.shape[0] - 1, -1, -1):
-        device = int(placement[op])
-        s.ops[op].place = device
+        device = s.ops[op].place
         s.ops[op].next_op = s.devices[device].head
         s.devices[device].head = op
         s.devices[device + 1].slot += 1
     for device in range(num_devices):
         s.devices[device + 1].slot += s.devices[device].slot
+    return _OK, NONE
 
 
 @compiled

@@ -1,9 +1,7 @@
 """Peak allocated bytes per device, walked in the order in which the host issues the ops."""
 
 from simcore.kernel.compiled import compiled
-from simcore.kernel.records import NONE, Mode, Order, Scratch, Tables
-
-_READY = int(Order.READY)
+from simcore.kernel.records import NONE, Scratch, Tables
 
 
 @compiled
@@ -108,14 +106,18 @@ def _step(tables: Tables, s: Scratch, device: int, op: int) -> None:
 
 
 @compiled
-def walk_memory(tables: Tables, mode: Mode, s: Scratch) -> None:
-    """Leaves each device's peak allocated bytes in the scratch."""
+def walk_by_program(tables: Tables, s: Scratch) -> None:
+    """Leaves each device's peak allocated bytes in the scratch, ops issued in program order."""
     _hold_persistent(tables, s)
-    if mode.order != _READY:
-        _place_by_program(tables, s)
-        for op in range(tables.cost.shape[0]):
-            _step(tables, s, s.ops[op].place, op)
-        return
+    _place_by_program(tables, s)
+    for op in range(tables.cost.shape[0]):
+        _step(tables, s, s.ops[op].place, op)
+
+
+@compiled
+def walk_by_start(tables: Tables, s: Scratch) -> None:
+    """Leaves the same for ops issued in the order of their start."""
+    _hold_persistent(tables, s)
     _place_by_start(tables, s)
     for device in range(tables.cost.shape[1]):
         base = s.devices[device].slot

@@ -88,7 +88,6 @@ class Mode(NamedTuple):
     order: int  # Order
     host: int  # Host
     contention: int  # Contention
-    engine: int  # Engine
 
 
 COST = np.dtype(
@@ -104,7 +103,6 @@ OP = np.dtype(
         ("workspace", np.int64),  # bytes
         ("resident", np.int64),  # bytes held for the whole step, optimizer state included
         ("priority", np.int64),  # least first
-        ("unit", np.int64),
         ("leader", np.int64),  # first op of its unit
         ("allocate", np.int64),  # bytes, in program order, of storages that one unit has to itself
         ("release", np.int64),  # bytes, likewise
@@ -161,7 +159,6 @@ class Tables(NamedTuple):
     held_bytes: NDArray[np.int64]  # [held] bytes
     pairs: Records  # PAIR [pair + 1]
     hops: NDArray[np.int64]  # [hop] channel ids
-    num_units: int
     num_channels: int
     max_resources: int  # longest route + 1
 
@@ -238,7 +235,6 @@ class Scratch(NamedTuple):
     queues: Records  # QUEUE [resource]
     heap: Records  # EVENT [event]
     offers: NDArray[np.int64]  # [offer] stack of transfers that may start in this round
-    unit_device: NDArray[np.int64]  # [unit]
     counts: NDArray[np.int64]  # [Count]
 
 
@@ -281,6 +277,5 @@ def make_scratch(tables: Tables) -> Scratch:
         queues=make_records(tables.num_channels + num_devices, QUEUE),
         heap=make_records(num_ops + transfers + 2 * num_devices, EVENT),
         offers=np.zeros(transfers * (tables.max_resources + 1), np.int64),
-        unit_device=np.zeros(tables.num_units, np.int64),
         counts=np.zeros(int(Count.SIZE), np.int64),
     )
