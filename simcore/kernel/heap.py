@@ -65,31 +65,31 @@ def push_ready(tables: Tables, s: Scratch, device: int, op: int) -> None:
     s.devices[device].num_ready = at + 1
     while at > 0:
         parent = (at - 1) >> 1
-        if _before(tables, s, s.ops[base + parent].ready, op):
+        if _before(tables, s, s.slots[base + parent].ready, op):
             break
-        s.ops[base + at].ready = s.ops[base + parent].ready
+        s.slots[base + at].ready = s.slots[base + parent].ready
         at = parent
-    s.ops[base + at].ready = op
+    s.slots[base + at].ready = op
 
 
 @compiled
 def pop_ready(tables: Tables, s: Scratch, device: int) -> int:
     """Removes the first of a device's arrived ops."""
     base = s.devices[device].slot
-    top = s.ops[base].ready
+    top = s.slots[base].ready
     size = s.devices[device].num_ready - 1
     s.devices[device].num_ready = size
-    op = s.ops[base + size].ready
+    op = s.slots[base + size].ready
     at, child = 0, 1
     while child < size:
         if child + 1 < size and _before(
-            tables, s, s.ops[base + child + 1].ready, s.ops[base + child].ready
+            tables, s, s.slots[base + child + 1].ready, s.slots[base + child].ready
         ):
             child += 1
-        if not _before(tables, s, s.ops[base + child].ready, op):
+        if not _before(tables, s, s.slots[base + child].ready, op):
             break
-        s.ops[base + at].ready = s.ops[base + child].ready
+        s.slots[base + at].ready = s.slots[base + child].ready
         at = child
         child = 2 * at + 1
-    s.ops[base + at].ready = op
+    s.slots[base + at].ready = op
     return top

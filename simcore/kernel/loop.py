@@ -188,10 +188,13 @@ def _start_when_ready(tables: Tables, s: Scratch, device: int, now: float) -> No
     at = base + s.devices[device].num_executed
     s.devices[device].num_executed += 1
     # memory is walked by (start, op): zero-length ops of one time may have started out of order
-    while at > base and s.ops[s.ops[at - 1].executed].start == now and s.ops[at - 1].executed > op:
-        s.ops[at].executed = s.ops[at - 1].executed
+    while at > base:
+        before = s.slots[at - 1].executed
+        if s.ops[before].start != now or before < op:
+            break
+        s.slots[at].executed = before
         at -= 1
-    s.ops[at].executed = op
+    s.slots[at].executed = op
 
 
 @compiled

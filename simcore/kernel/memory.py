@@ -34,8 +34,8 @@ def _hold_persistent(tables: Tables, s: Scratch) -> None:
 def _place_by_start(tables: Tables, s: Scratch) -> None:
     """Finds where each storage is allocated and freed on each device, ops in order of start."""
     for op in range(tables.cost.shape[0]):
-        s.ops[op].allocate = 0
-        s.ops[op].release = 0
+        s.slots[op].allocate = 0
+        s.slots[op].release = 0
     for device in range(tables.cost.shape[1]):
         s.devices[device].stamp = NONE
     for storage in range(tables.first_touch.shape[0] - 1):
@@ -64,8 +64,8 @@ def _place_by_start(tables: Tables, s: Scratch) -> None:
 def _place_by_program(tables: Tables, s: Scratch) -> None:
     """Finds the same in program order, where only storages of several units need a look."""
     for op in range(tables.cost.shape[0]):
-        s.ops[op].allocate = tables.ops[op].allocate
-        s.ops[op].release = tables.ops[op].release
+        s.slots[op].allocate = tables.ops[op].allocate
+        s.slots[op].release = tables.ops[op].release
     for device in range(tables.cost.shape[1]):
         s.devices[device].stamp = NONE
     for shared in range(tables.first_span.shape[0] - 1):
@@ -92,17 +92,17 @@ def _note_lifetimes(s: Scratch, num_devices: int) -> None:
     """Adds the storage at hand to the ops before and after which the listed devices hold it."""
     for index in range(num_devices):
         state = s.devices[s.devices[index].listed]
-        s.ops[state.first_touch].allocate += state.largest
-        s.ops[state.last_touch].release += state.largest
+        s.slots[state.first_touch].allocate += state.largest
+        s.slots[state.last_touch].release += state.largest
 
 
 @compiled
 def _step(tables: Tables, s: Scratch, device: int, op: int) -> None:
-    s.devices[device].current += s.ops[op].allocate
+    s.devices[device].current += s.slots[op].allocate
     s.devices[device].peak = max(
         s.devices[device].peak, s.devices[device].current + tables.ops[op].workspace
     )
-    s.devices[device].current -= s.ops[op].release
+    s.devices[device].current -= s.slots[op].release
 
 
 @compiled
@@ -122,4 +122,4 @@ def walk_by_start(tables: Tables, s: Scratch) -> None:
     for device in range(tables.cost.shape[1]):
         base = s.devices[device].slot
         for index in range(s.devices[device].num_executed):
-            _step(tables, s, device, s.ops[base + index].executed)
+            _step(tables, s, device, s.slots[base + index].executed)

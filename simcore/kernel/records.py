@@ -163,20 +163,24 @@ class Tables(NamedTuple):
     max_resources: int  # longest route + 1
 
 
-OP_STATE = np.dtype(
+OP_STATE = np.dtype(  # 64 bytes: what the event loop touches of an op is one cache line
     [
         ("start", np.float64),  # s
         ("end", np.float64),  # s
         ("issue", np.float64),  # s, inf = not known yet
         ("arrival", np.float64),  # s, its last input is there
-        ("allocate", np.int64),  # bytes allocated just before it
-        ("release", np.int64),  # bytes freed just after it
         ("first_transfer", np.int64),  # transfer ids by producer
         ("place", np.int64),  # its device
         ("pending", np.int64),  # inputs that are still awaited
         ("next_op", np.int64),  # next op in program order on the same device
-        ("executed", np.int64),  # slot: ops per device in the order of their start
-        ("ready", np.int64),  # slot: one heap of arrived ops per device
+    ]
+)
+SLOT = np.dtype(
+    [
+        ("allocate", np.int64),  # bytes allocated just before the op
+        ("release", np.int64),  # bytes freed just after the op
+        ("executed", np.int64),  # ops per device in the order of their start
+        ("ready", np.int64),  # one heap of arrived ops per device
     ]
 )
 DEVICE_STATE = np.dtype(
@@ -229,6 +233,7 @@ class Scratch(NamedTuple):
     """Working memory of one thread, reused for every plan; after a run, the trace of the last."""
 
     ops: Records  # OP_STATE [op + 1]
+    slots: Records  # SLOT [op] by op, and by the device's part of them
     devices: Records  # DEVICE_STATE [dev + 1]
     transfers: Records  # TRANSFER_STATE [transfer]
     nodes: Records  # NODE [transfer * max_resources]
@@ -271,6 +276,7 @@ def make_scratch(tables: Tables) -> Scratch:
     transfers = int(np.minimum(np.diff(produced), num_devices - 1).sum()) + 1
     return Scratch(
         ops=make_records(num_ops + 1, OP_STATE),
+        slots=make_records(num_ops, SLOT),
         devices=make_records(num_devices + 1, DEVICE_STATE),
         transfers=make_records(transfers, TRANSFER_STATE),
         nodes=make_records(transfers * tables.max_resources, NODE),
