@@ -113,36 +113,61 @@ def hold_parameters(graph: OpGraph, sized: Sized) -> HeldParameters:
 def storage_cases(graph: OpGraph, shared: SharedStorages) -> Cases:
     """Returns when ops allocate and free the storages of which all units use as many bytes."""
     allocate, release = shared.allocate.copy(), shared.release.copy()
-    uneven: list[int] = []
-    found: list[tuple[int, int, int, list[int]]] = []  # (op, 0 start or 1 end, bytes, rivals)
-    spans = [shared.spans[key].tolist() for key in ("first", "last", "num_bytes")]
-    for storage in range(len(shared.first) - 1):
-        part = slice(int(shared.first[storage]), int(shared.first[storage + 1]))
-        firsts, lasts, sizes = (column[part] for column in spans)
-        if len(set(sizes)) > 1 or len(firsts) > MAX_RIVALS:
-            uneven.append(storage)
-            continue
-        by_last = sorted(range(len(lasts)), key=lasts.__getitem__, reverse=True)
-        allocate[firsts[0]] += sizes[0]
-        release[lasts[by_last[0]]] += sizes[0]
-        found += [(firsts[i], 0, sizes[0], firsts[:i]) for i in range(1, len(firsts))]
-        found += [
-            (lasts[i], 1, sizes[0], [firsts[j] for j in by_last[:place]])
-            for place, i in enumerate(by_last)
-            if place
-        ]
-    found.sort(key=lambda case: case[:2])
-    cases = make_records(len(found) + 1, CASE)
-    cases["num_bytes"][:-1] = [case[2] for case in found]
-    cases["first_rival"][1:] = np.cumsum([len(case[3]) for case in found])
-    key = np.array([case[0] * 2 + case[1] for case in found], np.int64)
-    ops = np.arange(graph.num_ops + 1)
+    units = np.diff(shared.first)
+    storage = np.repeat(np.arange(len(units)), units)
+    uneven = units > MAX_RIVALS
+    num_bytes = shared.spans["num_bytes"]
+    uneven[storage[num_bytes != num_bytes[shared.first[storage]]]] = True
+    parts: list[_CasePart] = []
+    for count in np.unique(units[~uneven]).tolist():
+        begin = shared.first[:-1][~uneven & (units == count)]
+        spans = shared.spans[begin[:, None] + np.arange(count)]  # [storage, unit]
+        firsts, sizes = spans["first"], spans["num_bytes"][:, 0]
+        latest = np.argsort(-spans["last"], axis=1)
+        lasts = np.take_along_axis(spans["last"], latest, axis=1)
+        np.add.at(allocate, firsts[:, 0], sizes)
+        np.add.at(release, lasts[:, 0], sizes)
+        rivals = np.take_along_axis(firsts, latest, axis=1)
+        for index in range(1, count):
+            parts.append(_CasePart(firsts[:, index], 0, sizes, firsts[:, :index]))
+            parts.append(_CasePart(lasts[:, index], 1, sizes, rivals[:, :index]))
+    return _join_cases(graph.num_ops, np.flatnonzero(uneven), parts, (allocate, release))
+
+
+class _CasePart(NamedTuple):
+    """Cases that have as many rivals."""
+
+    op: NDArray[np.int64]  # [case]
+    kind: int  # 0 = may allocate, 1 = may free
+    num_bytes: NDArray[np.int64]  # [case]
+    rivals: NDArray[np.int64]  # [case, rival] ops
+
+
+def _join_cases(
+    num_ops: int,
+    uneven: NDArray[np.int64],
+    parts: list[_CasePart],
+    sure: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> Cases:
+    """Puts cases into the order of their ops; `sure` are bytes allocated and freed in any case."""
+    nothing = np.zeros(0, np.int64)
+    key = np.concatenate([nothing, *(2 * part.op + part.kind for part in parts)])
+    count = np.concatenate([nothing, *(np.full(len(p.op), p.rivals.shape[1]) for p in parts)])
+    rivals = np.concatenate([nothing, *(part.rivals.ravel() for part in parts)])
+    order = np.argsort(key, kind="stable")
+    before = np.cumsum(count) - count  # where a case's rivals are, in the order of the parts
+    after = np.cumsum(count[order])
+    cases = make_records(len(key) + 1, CASE)
+    cases["num_bytes"][:-1] = np.concatenate([nothing, *(part.num_bytes for part in parts)])[order]
+    cases["first_rival"][1:] = after
+    place = np.arange(len(rivals)) - np.repeat(after - count[order], count[order])
+    ops = 2 * np.arange(num_ops + 1)
     return Cases(
-        np.array(uneven, np.int64),
-        cases,
-        np.array([op for case in found for op in case[3]], np.int64),
-        np.searchsorted(key, 2 * ops),
-        np.searchsorted(key, 2 * ops + 1),
-        allocate,
-        release,
+        uneven=uneven.astype(np.int64),
+        cases=cases,
+        rivals=rivals[np.repeat(before[order], count[order]) + place],
+        first_start=np.searchsorted(key[order], ops),
+        first_end=np.searchsorted(key[order], ops + 1),
+        allocate=sure[0],
+        release=sure[1],
     )
