@@ -3,38 +3,52 @@
 import io
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from simcore.errors import PlacewrightError
+from simcore.errors import PlacewrightError, UsageError
+
+FILE = "checkpoint.pt"
+_FORMAT = "placewright-checkpoint/1"
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes a state; whatever happens, the file is either the old or the new one."""
+def save(folder: Path, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
+    """Writes a state; whatever happens, the file is either the old or the new one.
+
+    Args:
+        folder: where the file lies.
+        identity: what the state belongs to; `load` compares it.
+        state: tensors, numbers, strings, and lists and dictionaries of them.
+    """
     buffer = io.BytesIO()
-    torch.save(state, buffer)
-    replace_file(path, buffer.getvalue())
+    torch.save({"format": _FORMAT, "identity": dict(identity), "state": dict(state)}, buffer)
+    replace_file(folder / FILE, buffer.getvalue())
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Reads a state; a checkpoint can hold data only, so nothing in it is executed.
+def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Reads a state; a checkpoint holds data only, so nothing in it is executed.
 
     Raises:
-        PlacewrightError: there is no such file, or it is not a checkpoint.
+        PlacewrightError: there is no such file, it is not a checkpoint, or it is of something else.
     """
+    if folder is None:
+        raise UsageError("there is no folder to resume from")
+    path = folder / FILE
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        whole = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise PlacewrightError(f"{path}: there is no such checkpoint") from None
-    except OSError:
-        raise
     except Exception as error:  # a damaged file breaks torch in many ways
-        reason = str(error).partition("\n")[0][:120]
-        raise PlacewrightError(f"{path}: not a checkpoint ({reason})") from None
-    if not isinstance(state, dict):
-        raise PlacewrightError(f"{path}: not a checkpoint (it holds a {type(state).__name__})")
+        raise PlacewrightError(f"{path}: not a checkpoint: {type(error).__name__}") from None
+    if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
+        raise PlacewrightError(f"{path}: not a checkpoint of the format {_FORMAT}")
+    for name, value in identity.items():
+        if whole["identity"].get(name) != value:
+            raise PlacewrightError(f"{path}: its {name} is not that of this run")
+    state: dict[str, Any] = whole["state"]
     return state
 
 

@@ -17,14 +17,14 @@ from agents.task import PlacementTask
 from simcore import Problem
 from simcore.cli import FAILED, INTERRUPTED, OK, USAGE, note
 from simcore.cluster import resolve
-from simcore.commands import (
+from simcore.errors import PlacewrightError, UsageError
+from simcore.options import (
     MODEL_HELP,
     add_job_options,
     add_settings_options,
     job_changes,
     settings_of,
 )
-from simcore.errors import PlacewrightError, UsageError
 from simcore.sources import load_graph
 from simcore.units import format_seconds
 
@@ -36,9 +36,47 @@ _FORMS: dict[str, Form] = {
 _EVERY = 1.0  # s between lines of progress
 
 
-def option(default: Any, text: str) -> Any:
-    """Returns a field of a configuration with the text that is its help."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(
+    default: Any,
+    text: str,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: bool = False,
+) -> Any:
+    """Returns a field of a configuration.
+
+    Args:
+        default: its value unless said otherwise.
+        text: what it is; also its help.
+        least: the smallest value it may have.
+        most: the greatest.
+        above: whether it has to be more than the smallest.
+    """
+    metadata = {"help": text, "least": least, "most": most, "above": above}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_options(config: Any) -> None:
+    """Refuses a configuration with a value out of its bounds, or that is not a choice of its field.
+
+    Raises:
+        ValueError: names the field, the value and the rule.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, kind, bounds = getattr(config, field.name), hints[field.name], field.metadata
+        if get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                raise ValueError(f"{field.name} must be one of {get_args(kind)}, not {value!r}")
+            continue
+        low, high = bounds["least"], bounds["most"]
+        if not low <= value <= high or (bounds["above"] and value == low) or math.isinf(value):
+            limit = (
+                f" {'above' if bounds['above'] else 'at least'} {low:g}" if low > -math.inf else ""
+            )
+            limit += f" and at most {high:g}" if high < math.inf else " and finite"
+            raise ValueError(f"{field.name} must be{limit}, not {value}")
 
 
 def run(config_type: type, train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:

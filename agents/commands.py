@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simcore.cli import FAILED, OK, Answer, Subparsers, make_console, note
-from simcore.commands import (
+from simcore.errors import UsageError
+from simcore.options import (
     MODEL_HELP,
     add_job_options,
     add_settings_options,
     job_changes,
     settings_of,
 )
-from simcore.errors import UsageError
 from simcore.units import format_seconds
 
 if TYPE_CHECKING:
@@ -38,11 +38,15 @@ def add_plan(subparsers: Subparsers) -> None:
         "plan",
         help="search for the fastest plan of a model on a cluster that fits the memory",
         description="Searches for a device for every part of the model (or, under the strategy "
-        "auto, for copies of it) with the least step time that fits the memory; writes the plan.",
+        "auto, for copies of it) with the least step time that fits the memory; writes the plan. "
+        "Ctrl-C ends the search and keeps the best plan so far.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
-        "--cluster", required=True, metavar="NAME", help="a preset, or a .toml file"
+        "--cluster",
+        required=True,
+        metavar="NAME",
+        help="a preset (placewright clusters shows them), or a .toml file",
     )
     parser.add_argument("--out", type=Path, default=Path("plan.json"), metavar="FILE",
                         help="where the plan is written (plan.json)")  # fmt: skip
@@ -62,7 +66,10 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
     )
     budget = group.add_mutually_exclusive_group()
     budget.add_argument(
-        "--budget", type=_seconds, metavar="SECONDS", help="how long to search (20)"
+        "--budget",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long to search, at most; reading the model and compiling come on top (20)",
     )
     budget.add_argument(
         "--evaluations",
@@ -76,7 +83,8 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="MODULE=DEVICE",
-        help="keep a module, with all inside it, or an op on a device; may be repeated",
+        help="keep a module, with all inside it, or an op on a device; may be repeated "
+        "(placewright graph MODEL --by module shows names)",
     )
     group.add_argument(
         "--exclude", action="append", default=[], metavar="DEVICE",
@@ -91,14 +99,17 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
 def _plan(args: argparse.Namespace) -> Answer:
     from agents import portfolio
     from simcore import cluster as clusters
+    from simcore.cost import assumptions
     from simcore.sources import is_captured, load_graph
 
     pins = _pins(args.pin)
-    _check_writable(args.out)
+    _check_writable(args.out, args.model, args.cluster)
     cluster = clusters.resolve(args.cluster)
     if is_captured(args.model) and not args.quiet:
         note(f"capturing {args.model} ...")
     graph, job, source = load_graph(args.model, job_changes(args))
+    for text in assumptions(graph, job, [device.kind for device in cluster.devices]):
+        note(f"placewright: warning: {text}")
     with _Display(quiet=args.quiet) as display:
         found = portfolio.plan(
             graph,
@@ -224,12 +235,15 @@ def _pins(texts: list[str]) -> dict[str, str]:
     return pins
 
 
-def _check_writable(out: Path) -> None:
+def _check_writable(out: Path, *sources: str) -> None:
     """Refuses a place where no plan can be written before the search, not after it."""
+    if any(os.path.exists(source) and out.exists() and out.samefile(source) for source in sources):
+        raise UsageError(f"--out {out}: would overwrite what the plan is made from")
     folder = Path(os.path.realpath(out)).parent
     if not folder.is_dir():
         raise UsageError(f"--out {out}: there is no folder {folder}")
-    if out.is_dir() or not os.access(folder, os.W_OK):
+    is_special = out.exists() and not out.is_file()  # /dev/null, a pipe
+    if out.is_dir() or not os.access(out if is_special else folder, os.W_OK):
         raise UsageError(f"--out {out}: cannot be written")
 
 

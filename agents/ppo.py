@@ -9,11 +9,12 @@ with what it changed; a moving average can take its place.
     python -m agents.ppo bert-base --cluster 4xP100-PCIe --evaluations 20000 --folder run
 """
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -24,51 +25,36 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from agents import checkpoint, losses
-from agents.command_line import option, run
+from agents.command_line import check_options, option, run
 from agents.diagnostics import Diagnostics, Journal
 from agents.task import Evaluation
-from simcore.errors import PlacewrightError, UsageError
-
-CHECKPOINT = "checkpoint.pt"
-_FORMAT = "placewright-ppo/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All that decides a run beside the task; the help of each field is its documentation."""
 
-    evaluations: int = option(20_000, "placements to simulate")
-    seed: int = option(0, "of all that is drawn")
-    placements: int = option(64, "placements sampled per iteration, K")
-    epochs: int = option(4, "passes over the placements of an iteration, at most")
-    learning_rate: float = option(0.1, "of Adam")
-    clip: float = option(0.2, "how far a ratio of probabilities may go from 1")
-    kl_limit: float = option(0.05, "approximate KL per decision that ends an iteration's passes")
-    entropy_weight: float = option(0.0, "of the entropy bonus, per nat and decision")
-    baseline: Literal["value", "ema"] = option(
-        "value", "what a reward is compared with: value or ema"
-    )
-    value_weight: float = option(0.5, "of the loss of the values")
-    lambda_: float = option(0.95, "of generalised advantages; 1 trusts rewards only")
-    decay: float = option(0.9, "of the moving averages of rewards")
-    gradient_limit: float = option(1.0, "norm that gradients are clipped to")
-    advantage_limit: float = option(5.0, "standard deviations that advantages are clipped to")
-    start_weight: float = option(0.7, "probability of the devices of a given start, at first")
-    checkpoint_every: int = option(20, "iterations between checkpoints")
-    threads: int = option(1, "of torch; tensors this small gain nothing from more")
+    evaluations: int = option(20_000, "placements to simulate", least=1)
+    seed: int = option(0, "of all that is drawn", least=0)
+    placements: int = option(64, "placements sampled per iteration, K", least=1)
+    epochs: int = option(4, "passes over the placements of an iteration, at most", least=1)
+    learning_rate: float = option(0.1, "of Adam", least=0, above=True)
+    clip: float = option(0.2, "how far a ratio of probabilities may go from 1", least=0, above=True)
+    kl_limit: float = option(0.05, "KL per decision that ends an iteration's passes", least=0)
+    entropy_weight: float = option(0.0, "of the entropy bonus, per nat and decision", least=0)
+    baseline: Literal["value", "ema"] = option("ema", "what a reward is compared with")
+    value_weight: float = option(0.5, "of the loss of the values", least=0)
+    lambda_: float = option(1.0, "of the advantages; 1 trusts rewards only", least=0, most=1)
+    decay: float = option(0.9, "of the moving averages of rewards", least=0, most=1)
+    gradient_limit: float = option(1.0, "norm of a gradient, at most", least=0, above=True)
+    advantage_limit: float = option(5.0, "of an advantage, in deviations", least=0, above=True)
+    start_weight: float = option(0.7, "probability of a given start, at first", least=0, most=1)
+    least_entropy: float = option(0.0, "nats per decision that end a run early", least=0)
+    checkpoint_every: int = option(20, "iterations between checkpoints", least=1)
+    threads: int = option(1, "of torch; tensors this small gain nothing from more", least=1)
 
     def __post_init__(self) -> None:
-        for name in ("evaluations", "placements", "epochs", "checkpoint_every", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("lambda_", "decay", "start_weight"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        for name in ("learning_rate", "clip", "kl_limit", "gradient_limit", "advantage_limit"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
-        if self.baseline not in ("value", "ema"):
-            raise ValueError(f"baseline must be value or ema, not {self.baseline!r}")
+        check_options(self)
 
 
 class BatchEnv(Protocol):
@@ -349,25 +335,29 @@ def train(
     Raises:
         PlacewrightError: there is no checkpoint to resume from, or it is of another run.
     """
-    learner = Learner.new(config, env, start)
+    learner, identity = Learner.new(config, env, start), _identity(config, env)
     if resume:
-        _restore(learner, config, env, folder)
+        learner.restore(checkpoint.load(folder, identity))
     journal = None if folder is None else Journal(folder, after=learner.iteration)
     history: list[Diagnostics] = []
     interrupted = False
     try:
-        while (left := config.evaluations - learner.evaluations) > 0:
-            row = _iterate(config, learner, env, min(left, config.placements))
-            if row is None:
-                break
-            history.append(row)
-            is_last = learner.evaluations >= config.evaluations
-            if folder is not None and (is_last or row.iteration % config.checkpoint_every == 0):
-                checkpoint.save(folder / CHECKPOINT, _checkpoint(learner, config, env))
-            if journal is not None:
-                journal.write(row)
-            if listener is not None:
-                listener(row)
+        with torch_threads(config.threads):
+            while (left := config.evaluations - learner.evaluations) > 0:
+                row = _iterate(config, learner, env, min(left, config.placements))
+                if row is None:
+                    break
+                history.append(row)
+                is_settled = row.entropy < config.least_entropy
+                is_last = is_settled or learner.evaluations >= config.evaluations
+                if folder is not None and (is_last or row.iteration % config.checkpoint_every == 0):
+                    checkpoint.save(folder, identity, learner.state())
+                if journal is not None:
+                    journal.write(row)
+                if listener is not None:
+                    listener(row)
+                if is_settled:
+                    break
     except KeyboardInterrupt:
         interrupted = True
     if journal is not None:
@@ -380,6 +370,17 @@ def train(
         policy=learner.policy,
         interrupted=interrupted,
     )
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Lets torch use so many threads, and then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _iterate(config: Config, learner: Learner, env: BatchEnv, num: int) -> Diagnostics | None:
@@ -412,24 +413,7 @@ def _iterate(config: Config, learner: Learner, env: BatchEnv, num: int) -> Diagn
 def _identity(config: Config, env: BatchEnv) -> dict[str, str]:
     """Returns what a checkpoint has to agree with to be resumed; a run may be made longer."""
     decisive = {name: value for name, value in asdict(config).items() if name != "evaluations"}
-    return {
-        "format": _FORMAT, "task": env.content_hash(), "configuration": json.dumps(decisive),
-    }  # fmt: skip
-
-
-def _checkpoint(learner: Learner, config: Config, env: BatchEnv) -> dict[str, Any]:
-    return {"identity": _identity(config, env), **learner.state()}
-
-
-def _restore(learner: Learner, config: Config, env: BatchEnv, folder: Path | None) -> None:
-    if folder is None:
-        raise UsageError("resume: there is no folder to resume from")
-    path = folder / CHECKPOINT
-    state = checkpoint.load(path)
-    for name, value in _identity(config, env).items():
-        if state.get("identity", {}).get(name) != value:
-            raise PlacewrightError(f"{path}: its {name} is not that of this run")
-    learner.restore(state)
+    return {"learner": "ppo", "task": env.content_hash(), "configuration": json.dumps(decisive)}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.planners.grouping import Grouping
+from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace
 from agents.reward import Form, Outcome, Reward, negative_log_time
 from simcore import Cluster, Job, OpGraph, Problem, Settings, Status
@@ -40,19 +41,29 @@ class PlacementTask:
 
     grouping: Grouping
     reward: Reward
-    score: Callable[[NDArray[np.int32]], Outcome]
+    score: Callable[[NDArray[np.int32]], Outcome]  # of placements, int32 [plan, unit]
 
     @classmethod
     def build(
         cls, space: PlacementSpace, *, num_groups: int = 128, form: Form = negative_log_time
     ) -> "PlacementTask":
-        """Returns the task of a space; rewards compare with everything on its default device."""
+        """Returns the task of a space in so many groups, at most."""
+        return cls.of(Grouping.of(space, num_groups), form=form)
+
+    @classmethod
+    def of(cls, grouping: Grouping, *, form: Form = negative_log_time) -> "PlacementTask":
+        """Returns the task of groups; rewards compare with everything on its default device."""
+        space = grouping.space
         usual = float(space.evaluate(space.default[None]).step_time[0])
         capacity = float(space.problem.capacity[list(space.devices)].mean())
         reward = Reward(
             baseline=usual if 0 < usual < np.inf else 1.0, capacity=max(1.0, capacity), form=form
         )
-        return cls(grouping=Grouping.of(space, num_groups), reward=reward, score=space.evaluate)
+        return cls(grouping=grouping, reward=reward, score=space.evaluate)
+
+    def recorded(self, finder: str, recorder: Recorder, budget: Budget) -> "PlacementTask":
+        """Returns the task with its simulations noted for a planner and paid from its budget."""
+        return replace(self, score=lambda placements: recorder.evaluate(finder, placements, budget))
 
     @property
     def allowed(self) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -84,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json, debug = "--json" in arguments, "--debug" in arguments
     try:
-        with _plain_warnings():
+        with _plain_warnings(), _any_name():
             status = _answer(arguments, as_json=as_json)
-        sys.stdout.flush()  # so that a closed pipe is noticed here
+        if sys.stdout is not None:  # None: it was closed before the start
+            sys.stdout.flush()  # so that a closed pipe is noticed here
     except BrokenPipeError:
         _close_stdout()
         return FAILED
@@ -140,7 +142,7 @@ def _answer(arguments: list[str], *, as_json: bool) -> int:
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         raise UsageError("no command given")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with _stdout_to_stderr() if as_json else contextlib.nullcontext():
         answer: Answer = args.run(args)
     if as_json:
         print(json.dumps(_jsonable(answer.data), allow_nan=False))
@@ -191,7 +193,7 @@ def _report(error: BaseException, *, as_json: bool) -> int:
         data: dict[str, Any] = {"error": message, "type": type(error).__name__}
         if isinstance(error, InfeasibleError):
             data["feasible"] = False
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             print(json.dumps(data), flush=True)
     if _is_interrupt(error):
         return INTERRUPTED
@@ -205,8 +207,8 @@ def _message(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, MemoryError):
         return "out of memory"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         return f"the Python package {error.name!r} is not installed"
     return f"internal error: {type(error).__name__}: {error} (--debug shows where)"
@@ -238,6 +240,32 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         setattr(warnings, "showwarning", show)  # noqa: B010 - mypy refuses the plain assignment
+        yield
+
+
+@contextlib.contextmanager
+def _any_name() -> Iterator[None]:
+    """Lets names be printed that standard output's encoding lacks, as escapes."""
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        yield
+        return
+    before = sys.stdout.errors
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        sys.stdout.reconfigure(errors=before)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Sends to standard error what is printed, also by programs that a model's factory starts."""
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # closed descriptors
+            own = os.dup(1)
+            undo.callback(os.close, own)
+            os.dup2(2, 1)
+            undo.callback(os.dup2, own, 1)
         yield
 
 

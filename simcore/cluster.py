@@ -206,7 +206,7 @@ class Cluster:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
             reason = error.strerror if isinstance(error, OSError) else error
             raise ClusterError(f"{path}: cannot be read: {reason}") from None
         return cls.from_toml(text, str(path))
@@ -292,7 +292,9 @@ def _device(entry: _DeviceEntry) -> Device:
     memory = _known(entry.kind, where)
     if entry.memory_GiB is not None:
         if not 0 < entry.memory_GiB < 2**30:  # 2**30 GiB keeps sums of bytes inside int64
-            raise ClusterError(f"{where}: memory_GiB must be positive, not {entry.memory_GiB}")
+            raise ClusterError(
+                f"{where}: memory_GiB must be positive and below 2**30, not {entry.memory_GiB}"
+            )
         memory = round(entry.memory_GiB * GiB)
     return Device(entry.name, entry.kind, entry.node, memory, entry.forwards)
 
@@ -377,6 +379,8 @@ def _check_link(link: Link, nodes: set[str], where: str) -> None:
     if link.a == link.b:
         raise ClusterError(f"{where}: joins a node with itself")
     if not 0 < link.bandwidth < math.inf:
-        raise ClusterError(f"{where}: bandwidth must be positive, not {link.bandwidth}")
+        raise ClusterError(f"{where}: bandwidth must be positive and finite, not {link.bandwidth}")
     if not 0 <= link.latency < math.inf:
-        raise ClusterError(f"{where}: latency must not be negative, but is {link.latency}")
+        raise ClusterError(
+            f"{where}: latency must be finite and not negative, but is {link.latency}"
+        )

@@ -6,13 +6,20 @@ import argparse
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from simcore.cli import FAILED, OK, Answer, Subparsers, make_console, note, show_table
 from simcore.errors import UsageError
-from simcore.job import Optimizer, Precision
+from simcore.options import (
+    MODEL_HELP,
+    add_job_options,
+    add_settings_options,
+    job_changes,
+    settings_of,
+    whole_number,
+)
 from simcore.units import GB, US, GiB, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -21,62 +28,9 @@ if TYPE_CHECKING:
 
     from simcore.cluster import Cluster
     from simcore.graph import OpGraph
-    from simcore.plan import Plan, Settings
+    from simcore.plan import Plan
 
 Row = dict[str, Any]
-
-_SETTINGS = {
-    "order": ("program", "ready"),
-    "host": ("one", "per_rank"),
-    "launch": ("eager", "graph"),
-    "contention": ("none", "port", "ordered", "fifo"),
-}
-
-MODEL_HELP = (
-    "a model by name (--list), a factory of your own (package.module:function), or a graph file: "
-    "PipeDream graph.txt, dnn-partitioning JSON or placewright's own JSON"
-)
-
-
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that change a graph's job; `job_changes` reads them."""
-    group = parser.add_argument_group("job")
-    group.add_argument("--batch", type=_count, metavar="N", help="samples per step, all devices")
-    group.add_argument("--sequence-length", type=_count, metavar="N", help="tokens per sample")
-    group.add_argument("--optimizer", choices=get_args(Optimizer))
-    group.add_argument("--precision", choices=get_args(Precision))
-    group.add_argument(
-        "--assume-linear",
-        action="store_true",
-        default=None,
-        help="scale the measured seconds of a graph file linearly to --batch",
-    )
-
-
-def job_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of the job that the command line sets."""
-    names = ("batch", "sequence_length", "optimizer", "precision", "assume_linear")
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def add_settings_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of how plans are simulated; `settings_of` reads them."""
-    group = parser.add_argument_group("simulation")
-    group.add_argument("--order", choices=_SETTINGS["order"], help="of ops on a device (program)")
-    group.add_argument("--host", choices=_SETTINGS["host"], help="processes that issue ops (one)")
-    group.add_argument("--launch", choices=_SETTINGS["launch"], help="of kernels (eager)")
-    group.add_argument(
-        "--contention", choices=_SETTINGS["contention"], help="of transfers for channels (fifo)"
-    )
-
-
-def settings_of(args: argparse.Namespace, base: Settings | None = None) -> Settings:
-    """Returns the settings that the command line asks for, the others as in `base`."""
-    from simcore.plan import Settings
-
-    given = {name: getattr(args, name) for name in _SETTINGS}
-    changes = {name: value for name, value in given.items() if value is not None}
-    return replace(base or Settings(), **changes)
 
 
 def add_graph(subparsers: Subparsers) -> None:
@@ -91,7 +45,7 @@ def add_graph(subparsers: Subparsers) -> None:
     parser.add_argument("--list", action="store_true", help="list the models known by name")
     parser.add_argument("--by", choices=("kind", "module"), default="kind", help="group ops by")
     parser.add_argument(
-        "--depth", type=_count, metavar="N", help="module levels kept with --by module (2)"
+        "--depth", type=whole_number, metavar="N", help="module levels kept with --by module (2)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the graph here (.json)")
     add_job_options(parser)
@@ -194,13 +148,6 @@ def _show_graph(data: Row) -> None:
 
 def _or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)
-
-
-def _count(text: str) -> int:
-    """Returns a whole number of at least 1; what argparse calls for a count."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def add_clusters(subparsers: Subparsers) -> None:
@@ -322,26 +269,38 @@ def add_simulate(subparsers: Subparsers) -> None:
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file")
     parser.add_argument(
-        "--graph", metavar="MODEL", help="where the graph is, if not where the plan says"
+        "--graph",
+        metavar="MODEL",
+        help="where the graph is, if not where the plan says; needed if it comes from a factory, "
+        "since a plan file never runs code",
     )
-    parser.add_argument("--cluster", metavar="NAME", help="likewise, a preset or a .toml file")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="where the cluster is, likewise: a preset or a .toml file"
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline here, for ui.perfetto.dev"
     )
-    add_settings_options(parser)
+    add_settings_options(parser, "The default of each is what the plan was made with.")
     parser.set_defaults(run=_simulate)
 
 
 def _simulate(args: argparse.Namespace) -> Answer:
     from simcore.bounds import plan_bound
+    from simcore.cost import assumptions
     from simcore.plan import Plan
     from simcore.plan_summary import plan_record
     from simcore.simulation import simulate
     from simcore.trace import write_trace
 
     plan = Plan.load(args.plan)
+    if args.trace is not None and args.trace.exists() and args.trace.samefile(args.plan):
+        raise UsageError(f"--trace {args.trace}: would overwrite the plan")
     graph, cluster = _plan_graph(args, plan), _plan_cluster(args, plan)
+    for text in assumptions(graph, plan.job, [device.kind for device in cluster.devices]):
+        note(f"placewright: warning: {text}")
     settings = settings_of(args, plan.settings)
+    if settings != plan.settings:
+        note("simulated otherwise than planned: the plan's baselines do not compare")
     result = simulate(graph, cluster, plan.job, plan, settings=settings)
     bound = plan_bound(graph, cluster, plan, settings, result)
     record = plan_record(graph, cluster, plan.job, plan, result, bound)

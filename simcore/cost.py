@@ -104,6 +104,19 @@ def cost_table(
     return table
 
 
+def assumptions(graph: OpGraph, job: Job, kinds: Sequence[str]) -> list[str]:
+    """Returns what a user should know about the seconds of a file that does not say whose."""
+    if graph.fixed is None or graph.fixed.measured_on is not None:
+        return []
+    gpus = [kind for kind in dict.fromkeys(kinds) if not load_profile(kind).is_cpu]
+    if len(gpus) != 1 and not job.assume_linear:
+        return []  # `cost_table` refuses
+    return [
+        f"{graph.name} does not say on which device kind its seconds were measured; they are taken "
+        f"as those of {' and '.join(gpus)}"
+    ]
+
+
 def _costed(graph: OpGraph) -> NDArray[np.bool_]:
     """Returns which ops the roofline knows something about, [op]."""
     update = (graph.op_class == OpClass.UPDATE) & (graph.elements > 0)

@@ -10,7 +10,6 @@ NaN nor infinity: seconds left out mean "cost the signature", ``"inf"`` means "n
 
 import math
 import os
-import secrets
 import sys
 from enum import IntEnum
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.atomic import write_whole
 from simcore.errors import GraphError
 from simcore.graph import GraphBuilder, OpGraph, Out
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
@@ -128,13 +128,7 @@ def write_graph(graph: OpGraph, path: str | Path) -> None:
         GraphError: the file cannot be written.
     """
     try:
-        target = Path(os.path.realpath(path))  # through a symbolic link, not instead of it
-        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-        try:
-            partial.write_bytes(encode_graph(graph))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, encode_graph(graph))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or no name
         raise GraphError(f"{path}: cannot be written: {_reason(error)}") from None
 
@@ -334,5 +328,8 @@ def _signature(raw: msgspec.Raw, position: int) -> Signature:
 def _member(kind: type[_Enum], text: str, what: str) -> _Enum:
     """Returns the member of an enum that a file names."""
     if text not in kind.__members__:
-        raise GraphError(f"{what}: {text!r} is none of {', '.join(kind.__members__)}".lower())
+        known, given = ", ".join(kind.__members__), text
+        if kind is not Phase:  # the only one that files write in capitals
+            known, given = known.lower(), text.lower()
+        raise GraphError(f"{what}: {given!r} is none of {known}")
     return kind[text]

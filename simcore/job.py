@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -40,8 +40,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         for key in ("batch", "sequence_length"):
             value = getattr(self, key)
-            if value is not None and not 1 <= value <= 2**40:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise JobError(f"job: {key} must be a whole number, not {value!r}")
+            if not 1 <= value <= 2**40:
                 raise JobError(f"job: {key} must be between 1 and 2**40, not {value}")
+        for key, known in (("optimizer", Optimizer), ("precision", Precision)):
+            if getattr(self, key) not in get_args(known):
+                raise JobError(
+                    f"job: {key} must be one of {', '.join(get_args(known))}, "
+                    f"not {getattr(self, key)!r}"
+                )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise JobError(f"job: clip_norm must be positive and finite, not {self.clip_norm}")
         if isinstance(self.clip_norm, int):  # 1 and 1.0 are one job, with one hash

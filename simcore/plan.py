@@ -1,7 +1,6 @@
 """The plan: all that is decided, in one schema, checked against its graph, job and cluster."""
 
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.atomic import write_whole
 from simcore.cluster import Cluster
 from simcore.errors import JobError, PlanError
 from simcore.graph import OpGraph
@@ -114,6 +114,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stages: tuple[Stage, ...]
     format: str = FORMAT
     job_name: str = ""
+    job_hash: str = ""  # "" = not stated
     microbatches: int = 1
     schedule: str = "none"
     priorities: tuple[int, ...] = ()
@@ -182,6 +183,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             graph=Ref(name=graph.name, hash=graph.content_hash()),
             cluster=Ref(name=cluster.name, hash=cluster.content_hash()),
             job=job,
+            job_hash=job.content_hash(),
             stages=(stage,),
             settings=settings,
         )
@@ -201,6 +203,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ):
             if mine != other:
                 found.append(f"plan is for {what} {name!r} ({mine}), not for this one ({other})")
+        if self.job_hash not in ("", self.job.content_hash()):
+            found.append(f"plan was made for another job ({self.job_hash}) than the one it states")
         if len(self.stages) != 1:
             found.append(f"plan has {len(self.stages)} stages; this version runs one")
             return found
@@ -256,13 +260,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Writes the plan file; an interrupted write leaves the old file as it was."""
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
         try:
-            target = Path(os.path.realpath(path))  # through a symbolic link, not instead of it
-            temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-            try:
-                temporary.write_bytes(text + b"\n")
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(path, text + b"\n")
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or no name
             raise PlanError(f"{path}: cannot write the plan: {_reason(error)}") from None
 

@@ -6,6 +6,7 @@ their name.
 """
 
 import difflib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -125,17 +126,29 @@ def _from_file(source: str, changes: dict[str, Any]) -> tuple[OpGraph, Job]:
 def _named(source: str, changes: dict[str, Any]) -> tuple[OpGraph, Job]:
     job = model_spec(source).default_job.replace(**changes)
     built = build(source, job)
-    from simcore.frontends.torch_capture import capture
-
-    return capture(built.module, built.inputs, job, name=source), job
+    return _captured(built.module, built.inputs, job, source), job
 
 
 def _made(source: str, changes: dict[str, Any]) -> tuple[OpGraph, Job]:
     job = Job().replace(**changes)
-    from simcore.frontends.torch_capture import capture, load_factory
+    from simcore.frontends.torch_capture import load_factory
 
-    graph = capture(load_factory(source), None, job, name=source)
+    graph = _captured(load_factory(source), None, job, source)
     return graph, job if job.batch else job.replace(batch=graph.batch)
+
+
+def _captured(model: Any, inputs: Any, job: Job, source: str) -> OpGraph:
+    from simcore.frontends.torch_capture import capture_report
+
+    graph, report = capture_report(model, inputs, job, name=source)
+    if missing := report.missing_gradients:
+        names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        warnings.warn(
+            f"{source}: {len(missing)} trainable parameters get no gradient from the loss and are "
+            f"not updated: {names}",
+            stacklevel=2,
+        )
+    return graph
 
 
 def _unknown(source: str) -> str:

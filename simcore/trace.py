@@ -1,10 +1,10 @@
 """A simulated step as a Chrome trace, one track per stream and per channel, for Perfetto."""
 
 import os
-from pathlib import Path
 
 import msgspec
 
+from simcore.atomic import write_whole
 from simcore.cluster import Cluster
 from simcore.errors import PlanError
 from simcore.graph import OpGraph, Phase
@@ -121,7 +121,7 @@ def write_trace(
         "traceEvents": chrome_trace(graph, cluster, result),
     }
     try:
-        Path(path).write_bytes(msgspec.json.encode(document))
+        write_whole(path, msgspec.json.encode(document))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise PlanError(f"{path}: cannot write the trace: {reason}") from None

@@ -22,6 +22,7 @@ MAX_MEDIAN_BODY_LINES = 8
 
 FILE_EXCEPTIONS: dict[str, int] = {
     "simcore/graph.py": 430,  # the graph and its only builder are one subject
+    "agents/ppo.py": 500,  # an agent is one file, read from its configuration to its loop
 }
 BODY_EXCEPTIONS: dict[tuple[str, str], int] = {}
 

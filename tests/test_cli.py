@@ -1,6 +1,7 @@
 """The command line's promises: answers, errors and exit statuses, for every command alike."""
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -192,6 +193,57 @@ def test_a_command_that_cannot_be_loaded_does_not_hide_the_others(
     assert cli.main(["broken"]) == 1
 
 
+TALKS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1)'], check=True)"
+
+
+def test_with_json_programs_that_a_factory_starts_do_not_reach_standard_output(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "talks.py").write_text(f"{TALKS}\nraise ValueError('no')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "simcore.cli", "graph", "talks:net", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(done.stdout)["type"] == "CaptureError"
+    assert done.stderr.startswith("capturing talks:net ...\n1\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_names_that_the_encoding_lacks_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", out)
+    install(monkeypatch, lambda _: Answer(data={}, show=lambda: print("\u0433")))
+    assert cli.main(["do"]) == 0
+    assert out.buffer.getvalue() == b"\\u0433\n"  # type: ignore[attr-defined]
+    assert out.errors == "strict"
+
+
+def test_a_closed_standard_output_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, lambda _: Answer(data={}, show=lambda: print("lost")))
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["do"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_under_standard_output_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    install(monkeypatch, lambda _: Answer(data={}, show=lambda: None))
+    monkeypatch.setattr(cli, "print", lambda *a, file=None, **k: file or full(), raising=False)
+    monkeypatch.setattr(cli, "note", lambda text: sys.stderr.write(f"{text}\n"))
+    assert cli.main(["do", "--json"]) == 1
+    assert capsys.readouterr().err == "placewright: error: No space left on device\n"
+
+
 def test_a_closed_pipe_ends_quietly() -> None:
     code = "import sys; from simcore.cli import main; sys.exit(main(['clusters', '--json']))"
     read, write = os.pipe()
@@ -212,7 +264,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     for command in ("clusters", "graph", "plan", "simulate"):
         assert f"\n    {command} " in done.stdout
     assert not {"torch", "numba", "numpy", "rich", "scipy"}.intersection(done.stderr.split())
-    assert "warning" not in done.stderr
+    assert "placewright: warning" not in done.stderr
 
 
 def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -201,8 +201,8 @@ def test_route_arrays_cannot_be_written():
         ("= 10", "= -1", "bandwidth must be positive"),
         ("= 10", "= nan", "bandwidth must be positive"),
         ("= 10", "= inf", "bandwidth must be positive"),
-        ("latency_us = 5", "latency_us = -5", "latency must not be negative"),
-        ("latency_us = 5", "latency_us = nan", "latency must not be negative"),
+        ("latency_us = 5", "latency_us = -5", "latency must be finite and not negative"),
+        ("latency_us = 5", "latency_us = nan", "latency must be finite and not negative"),
         ("bandwidth_GBps = 10, ", "", "give kind, or bandwidth_GBps and latency_us"),
         ("memory_GiB = 2", "memory_GiB = 0", "device 'b': memory_GiB must be positive"),
         ("memory_GiB = 2", "memory_GiB = nan", "device 'b': memory_GiB must be positive"),
@@ -243,8 +243,9 @@ def test_a_cluster_is_found_by_preset_name_or_by_path(tmp_path):
 def test_an_unknown_cluster_is_refused_with_a_suggestion_and_the_list():
     with pytest.raises(ClusterError, match=r"did you mean '4xV100-NVLink'.*2x8xH100"):
         resolve("4xv100-nvlnk")
-    with pytest.raises(ClusterError, match=r"missing.toml: cannot be read"):
-        resolve("missing.toml")
+    for path in ("missing.toml", "a\0.toml"):
+        with pytest.raises(ClusterError, match=r"\.toml: cannot be read"):
+            resolve(path)
 
 
 def test_an_unknown_device_name_is_refused_with_the_list():

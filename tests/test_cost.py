@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from simcore.cost import CostSource, cost_table
+from simcore.cost import CostSource, assumptions, cost_table
 from simcore.errors import JobError, ProfileError
 from simcore.graph import GraphBuilder, OpClass, OpGraph, Out, Phase
 from simcore.job import Job
@@ -161,6 +161,15 @@ def test_an_unknown_measured_kind_means_the_only_gpu_kind():
     assert cost_table(graph, Job(batch=64), (T4, CPU), (64,)).seconds[1, 0, 0] == 2.0
     with pytest.raises(JobError, match="one unknown device kind"):
         cost_table(graph, Job(batch=64), (T4, V100), (64,))
+    assert assumptions(graph, Job(), (T4, V100)) == []
+    (one,) = assumptions(graph, Job(), (T4, CPU, T4))
+    assert one.endswith(
+        f"does not say on which device kind its seconds were measured; they are "
+        f"taken as those of {T4}"
+    )
+    (two,) = assumptions(graph, Job(assume_linear=True), (T4, V100))
+    assert two.endswith(f"{T4} and {V100}")
+    assert assumptions(measured(), Job(), (V100,)) == []
 
 
 def test_a_cpu_runs_a_measured_graph_only_where_the_file_has_cpu_seconds():

@@ -89,6 +89,11 @@ def test_a_bad_change_is_refused_with_the_reason(change: dict[str, Any], reason:
 def test_a_bad_job_is_refused_when_made_and_when_read() -> None:
     with pytest.raises(JobError, match="batch"):
         Job(batch=0)
+    for wrong in (1.5, True, "8"):
+        with pytest.raises(JobError, match="batch must be a whole number"):
+            Job(batch=wrong)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="precision must be one of fp32, bf16, fp16, not 'fp8'"):
+        Job(precision="fp8")  # type: ignore[arg-type]
     with pytest.raises(JobError, match="batch"):
         msgspec.json.decode(b'{"batch": 0}', type=Job)
 

@@ -264,6 +264,12 @@ def test_a_plan_for_another_graph_cluster_or_job_says_which():
     assert len(PLACED.validate(other_graph, Cluster.preset("8xV100-NVLink"), Job(batch=16))) == 3
 
 
+def test_a_job_that_was_changed_in_the_file_is_refused():
+    other = changed(job=Job(batch=8, optimizer="sgd"))
+    (job,) = other.validate(GRAPH, CLUSTER, other.job)
+    assert job == f"plan was made for another job ({JOB.content_hash()}) than the one it states"
+
+
 def test_names_do_not_decide_what_a_plan_is_for():
     refs = {key: getattr(PLACED, key) for key in ("graph", "cluster")}
     renamed = {key: msgspec.structs.replace(ref, name="other") for key, ref in refs.items()}

@@ -9,6 +9,7 @@ import pytest
 from agents.commands import add_plan
 from simcore import Cluster, OpGraph, Plan, simulate
 from simcore import cli as command_line
+from simcore.commands import add_simulate
 from simcore.graph_file import write_graph
 from simcore.sources import load_graph
 from simcore.units import GiB
@@ -44,7 +45,7 @@ def _only_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    write_graph(step(3, gradient=400), tmp_path / "step.json")
+    write_graph(step(3, gradient=400, measured_on="V100-SXM2-16GB"), tmp_path / "step.json")
     return "step.json"
 
 
@@ -93,6 +94,27 @@ def test_the_plan_file_finds_its_graph_and_gives_the_same_time(
     graph, _, _ = load_graph(str(out.parent / plan.graph.source))
     cluster = Cluster.preset(plan.cluster.source)
     assert simulate(graph, cluster, plan.job, plan).step_time == data["step_time_s"]
+
+
+def test_a_file_that_does_not_say_its_device_kind_is_taken_for_the_gpus_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, warned in ((None, True), ("V100-SXM2-16GB", False)):
+        graph = OpGraph.from_edges({"a": 1.0}, [], measured_on=kind)
+        write_graph(graph, tmp_path / "step.json")
+        assert run("step.json", "--cluster", "4xV100-NVLink") == 0
+        assert ("are taken as those of V100-SXM2-16GB" in capsys.readouterr().err) == warned
+
+
+def test_simulate_refuses_a_trace_in_place_of_the_plan(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(capsys, model, "--cluster", "4xV100-NVLink")
+    commands = [Command("simulate", add_simulate)]
+    monkeypatch.setattr(command_line, "entry_points", lambda group: commands)
+    assert command_line.main(["simulate", "plan.json", "--trace", "./plan.json"]) == 2
+    assert "would overwrite the plan" in capsys.readouterr().err
+    assert Plan.load("plan.json").provenance is not None
 
 
 def test_a_graph_beside_the_plan_is_not_taken_for_a_model(
@@ -193,6 +215,7 @@ def test_settings_and_job_reach_the_plan(
         (["--budget", "3"], "not allowed with"),
         (["--out", "no/where/plan.json"], "there is no folder"),
         (["--out", "."], "cannot be written"),
+        (["--out", "./step.json"], "would overwrite what the plan is made from"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

@@ -8,7 +8,13 @@ import pytest
 from numpy.typing import NDArray
 
 from agents.planners.anneal import Anneal
-from agents.planners.chain_split import ChainSplit, balanced, crossing_time, least_crossing
+from agents.planners.chain_split import (
+    ChainSplit,
+    _close,
+    balanced,
+    crossing_time,
+    least_crossing,
+)
 from agents.planners.constraints import resolve_limits
 from agents.planners.data_parallel import best_ring
 from agents.planners.earliest import upward_ranks
@@ -233,6 +239,19 @@ def test_the_cheapest_cut_is_where_the_least_crosses() -> None:
     assert crossing.tolist() == [6, 3, 6, 0]
     parts = least_crossing(space, (0, 1), crossing, 1.0)
     assert [part.tolist() for part in parts] == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def test_the_least_of_a_moving_window_is_its_first_smallest() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size = int(rng.integers(1, 30))
+        values = np.where(rng.random(size) < 0.3, np.inf, rng.integers(0, 5, size))
+        first = np.sort(rng.integers(0, size + 1, size))
+        cost, cut = _close(values, first)
+        for end, begin in enumerate(first.tolist()):
+            assert cost[end] == values[begin:end].min(initial=np.inf)
+            if np.isfinite(cost[end]):
+                assert cut[end] == begin + values[begin:end].argmin()
 
 
 def test_a_model_too_large_for_one_device_is_split() -> None:

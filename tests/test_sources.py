@@ -25,6 +25,17 @@ def linear(batch: int):
 """
 
 
+IDLE = (
+    FACTORY
+    + """
+def idle():
+    net = torch.nn.Linear(3, 1)
+    net.spare = torch.nn.Linear(3, 1)
+    return net, torch.zeros(2, 3)
+"""
+)
+
+
 def content(tmp_path: Path, kind: str) -> bytes:
     if kind == "pipedream":
         return PROFILE.encode()
@@ -99,6 +110,16 @@ def test_a_factory_is_captured_at_the_batch_of_the_job(
     graph, job, _ = load_graph("my_own_net:linear", {"batch": 6})
     assert (graph.batch, job.batch) == (6, 6)
     assert int(graph.elements.sum()) == 4
+
+
+def test_parameters_without_gradient_are_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_idle_net.py").write_text(IDLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.warns(UserWarning, match="2 trainable .* not updated: spare.weight, spare.bias"):
+        load_graph("my_idle_net:idle")
 
 
 def test_a_factory_that_only_a_file_names_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

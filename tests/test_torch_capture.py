@@ -630,6 +630,21 @@ def test_what_the_model_raises_is_told_in_one_line_with_its_place(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_model_that_exits_is_refused():
+    message = refusal(module(lambda self, x: sys.exit("enough"), a=nn.Linear(4, 4)), torch.ones(2))
+    assert message.startswith("m: the model raised SystemExit: enough (")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused():
+    assert "hides its ops" in refusal(torch.jit.script(nn.Linear(4, 4)), torch.zeros(2, 4))
+
+
+def test_a_length_that_the_factory_does_not_take_is_refused():
+    message = refusal(lambda: (nn.Linear(4, 4), torch.zeros(2, 4)), job=Job(sequence_length=8))
+    assert "no parameter sequence_length" in message
+
+
 def test_other_ops_at_another_batch_are_refused_by_name():
     def forward(self, x):
         y = self.a(x)
@@ -661,6 +676,8 @@ def test_no_gradient_at_all_is_refused():
         (3, None, "neither a model nor a factory"),
         (lambda: 3, None, "must return (model, example_inputs)"),
         (lambda: 1 / 0, None, "the factory raised ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(3), None, "the factory raised SystemExit: 3"),
+        (nn.Linear(4, 4), torch.zeros(4), "at batch 8: the model raised"),
         (lambda: (nn.Linear(1, 1), torch.zeros(2, 1), {"los": 1}), None, "option 'los'"),
         (nn.Linear(4, 4), lambda batch: 1 / 0, "example inputs for batch 2 raised ZeroDivision"),
         (nn.Embedding(9, 4, sparse=True), torch.zeros(4, dtype=torch.long), "use sparse=False"),

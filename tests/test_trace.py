@@ -17,6 +17,7 @@ from simcore.result import Result
 from simcore.simulation import describe, run_placement, simulate
 from simcore.trace import chrome_trace, write_trace
 from tests.strategies import ALL_SETTINGS, Case, compiled_problem, random_case, toy
+from tests.test_portfolio import step
 
 V100 = "V100-SXM2-16GB"
 CLUSTER = Cluster.preset("4xV100-NVLink")
@@ -131,17 +132,21 @@ def test_bytes_are_those_that_travel_where_a_measured_graph_is_scaled():
 
 
 def test_copies_of_the_model_show_one_of_them_and_the_ring():
-    graph = OpGraph.from_edges([("a", 2.0)], [], measured_on=V100, batch=8)
+    graph = step(1, batch=8, measured_on=V100)
     job = Job(batch=8, assume_linear=True)
     plan = Plan.data_parallel(graph, CLUSTER, job, ["gpu0", "gpu1"])
     result = simulate(graph, CLUSTER, job, plan)
     found = windows(chrome_trace(graph, CLUSTER, result))
     assert found == {
-        f"gpu0 ({V100})": [("a", 0.0, pytest.approx(1e6))],
+        f"gpu0 ({V100})": [
+            ("f0", 0.0, pytest.approx(500)),
+            ("b0", pytest.approx(500), pytest.approx(1000)),
+            ("u0", pytest.approx(1500), pytest.approx(0)),
+        ],
         "ring": [
             (
                 "gradient all-reduce",
-                pytest.approx(1e6),
+                pytest.approx(1500),
                 pytest.approx(result.collective_time * 1e6),
             )
         ],

@@ -4,6 +4,7 @@ Cuts balance time or memory, or are put where the least crosses while every part
 does by hand with a model that is too large for one device.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -140,14 +141,24 @@ def least_crossing(
 def _close(
     opening: NDArray[np.float64], first: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Returns the least of opening[first[end] : end] and where it is, for every end, [unit + 1]."""
-    cost = np.full(len(opening), np.inf)
+    """Returns the least of opening[first[end] : end] and where it is, for every end, [unit + 1].
+
+    Neither end of that window moves back, so a queue of what may still be the least is enough.
+    """
+    values = opening.tolist()
     cut = np.zeros(len(opening), np.int64)
+    is_open = first < np.arange(len(opening))
+    queue: deque[int] = deque()  # positions; their values rise
     for end, begin in enumerate(first.tolist()):
-        if begin < end:
-            cut[end] = begin + opening[begin:end].argmin()
-            cost[end] = opening[cut[end]]
-    return cost, cut
+        if end:
+            while queue and values[queue[-1]] > values[end - 1]:
+                queue.pop()
+            queue.append(end - 1)
+        while queue and queue[0] < begin:
+            queue.popleft()
+        if queue:
+            cut[end] = queue[0]
+    return np.where(is_open, opening[cut], np.inf), cut
 
 
 def _parts(cuts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

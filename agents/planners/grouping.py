@@ -45,7 +45,7 @@ class Grouping:
         return cls(
             space=space,
             group=group,
-            allowed=np.where(preferred.any(axis=1)[:, None], preferred, allowed),
+            allowed=np.where(preferred.any(axis=1, keepdims=True), preferred, allowed),
             weight=work + 1e-6 * (work.sum() or 1.0) / len(work),
         )
 

@@ -113,8 +113,10 @@ def _record(source: Source, batch: int) -> Run:
                 loss.backward()  # type: ignore[no-untyped-call]
         except CaptureError:
             raise
-        except Exception as error:
-            raise CaptureError(_explain(error, recorder.failure, source.name)) from None
+        except (Exception, SystemExit) as error:
+            is_example = source.example in (None, batch)
+            name = source.name if is_example else f"{source.name}: at batch {batch}"
+            raise CaptureError(_explain(error, recorder.failure, name)) from None
         trainables = tuple(
             Trainable(
                 name=name,
@@ -169,7 +171,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def _explain(error: Exception, failure: Failure | None, name: str) -> str:
+def _explain(error: BaseException, failure: Failure | None, name: str) -> str:
     """Returns what went wrong in a recorded run, as one line for the model's author."""
     caused = failure is not None and failure.error in (error, error.__cause__, error.__context__)
     module = f" in module {failure.module}" if failure and caused and failure.module else ""

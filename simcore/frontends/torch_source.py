@@ -52,7 +52,7 @@ def load_factory(spec: str, cwd: str | Path | None = None) -> Factory:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise CaptureError(f"factory {spec!r}: no module named {error.name!r}") from None
         raise CaptureError(f"factory {spec!r}: importing it needs {error.name!r}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"factory {spec!r}: importing it raised {describe(error)}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -171,6 +171,8 @@ def open_source(model_or_factory: Any, inputs: Any, job: Job, name: str) -> Sour
         built, on_meta = _Built(model_or_factory, inputs, {}), False
     elif callable(model_or_factory):
         known = _parameters_of(model_or_factory)
+        if job.sequence_length is not None and "sequence_length" not in known:
+            raise CaptureError(f"{name}: the factory has no parameter sequence_length to be set")
         first = job.batch if job.batch and job.batch > 1 else DEFAULT_BATCH
 
         def make(batch: int) -> tuple[_Built, bool]:
@@ -184,6 +186,8 @@ def open_source(model_or_factory: Any, inputs: Any, job: Job, name: str) -> Sour
     else:
         kind = type(model_or_factory).__name__
         raise CaptureError(f"{name}: a {kind} is neither a model nor a factory")
+    if isinstance(built.model, torch.jit.ScriptModule):
+        raise CaptureError(f"{name}: a scripted or traced model hides its ops: give the plain one")
     if built.inputs is None:
         raise CaptureError(f"{name}: no example inputs were given")
     example = None
@@ -222,7 +226,7 @@ def _build(
 ) -> tuple[_Built, bool]:
     try:
         result, on_meta = _on_meta(factory, **arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CaptureError(f"{name}: the factory raised {describe(error)}") from None
     parts = result if isinstance(result, tuple) else (result,)
     if not (isinstance(parts[0], nn.Module) and len(parts) <= 3):

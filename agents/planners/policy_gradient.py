@@ -1,0 +1,66 @@
+"""PPO as a planner: a policy per level of grouping, trained from the best placement known."""
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from agents.planners.cross_entropy import distinct
+from agents.planners.recorder import Budget, Recorder
+from agents.planners.space import PlacementSpace
+from agents.task import PlacementTask
+
+if TYPE_CHECKING:
+    from agents.ppo import TrainResult
+
+_FOREVER = 2**60  # evaluations: the planner's budget ends a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradient:
+    """Trains `agents.ppo` on groups of units, few at first; torch is loaded when it begins.
+
+    Attributes:
+        levels: numbers of groups, at most; each level begins at the best placement so far, with an
+            equal part of the budget.
+        placements: sampled per iteration.
+        entropy: nats per decision below which a level ends: what it samples is all the same then.
+    """
+
+    levels: tuple[int, ...] = (32, 64, 128)
+    placements: int = 64
+    entropy: float = 0.01
+    name: str = "ppo"
+
+    def search(
+        self,
+        space: PlacementSpace,
+        rng: np.random.Generator,
+        budget: Budget,
+        recorder: Recorder,
+    ) -> None:
+        """Goes from few groups to many.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; the recorder has what was found.
+        """
+        groupings = distinct(space, self.levels)
+        for number, grouping in enumerate(groupings):
+            part = budget.part(1.0 / (len(groupings) - number))
+            if not part.left():
+                return
+            best = recorder.best or recorder.nearest
+            start = None if best is None else grouping.summarise(best.placement)
+            task = PlacementTask.of(grouping).recorded(self.name, recorder, part)
+            seed = int(rng.integers(2**31))
+            if self._train(task, start, seed).interrupted:
+                raise KeyboardInterrupt
+
+    def _train(self, task: PlacementTask, start: Any, seed: int) -> "TrainResult":
+        ppo = importlib.import_module("agents.ppo")
+        config = ppo.Config(
+            evaluations=_FOREVER, seed=seed, placements=self.placements, least_entropy=self.entropy
+        )
+        result: TrainResult = ppo.train(config, task, start=start)
+        return result
