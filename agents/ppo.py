@@ -41,7 +41,7 @@ class Config:
     learning_rate: float = option(0.1, "of Adam", least=0, above=True)
     clip: float = option(0.2, "how far a ratio of probabilities may go from 1", least=0, above=True)
     kl_limit: float = option(0.05, "KL per decision that ends an iteration's passes", least=0)
-    entropy_weight: float = option(0.0, "of the entropy bonus, per nat and decision", least=0)
+    entropy_weight: float = option(0.003, "of the entropy bonus, per nat and decision", least=0)
     baseline: Literal["value", "ema"] = option("ema", "what a reward is compared with")
     value_weight: float = option(0.5, "of the loss of the values", least=0)
     lambda_: float = option(1.0, "of the advantages; 1 trusts rewards only", least=0, most=1)
