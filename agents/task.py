@@ -41,7 +41,7 @@ class PlacementTask:
 
     grouping: Grouping
     reward: Reward
-    score: Callable[[NDArray[np.int32]], Outcome]  # of placements, int32 [plan, unit]
+    score: Callable[[NDArray[np.int32]], Outcome]  # [plan, unit] placements
 
     @classmethod
     def build(
