@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from agents.diagnostics import Diagnostics
+from agents.fidelity import training_settings
+from agents.finalists import Finalist, Finalists
 from agents.planners.space import PlacementSpace
 from agents.reward import Form, negative_log_time, negative_sqrt_time, negative_time
 from agents.task import PlacementTask
@@ -85,7 +89,7 @@ def run(config_type: type, train: Callable[..., Any], argv: Sequence[str] | None
     Args:
         config_type: a dataclass whose fields are `option`s.
         train: a learner's `train(config, task, *, folder, resume, listener)`, whose result has
-            `best`, `history` and `interrupted`.
+            `finalists`, `evaluations`, `iterations` and `interrupted`.
         argv: arguments without the program's name; None takes them from the process.
 
     Returns:
@@ -120,26 +124,39 @@ def _parser(config_type: type) -> argparse.ArgumentParser:
     )
     parser.add_argument("--groups", type=int, default=128, help="groups of units, at most")
     parser.add_argument("--reward", choices=list(_FORMS), default="log", help="of a step time")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="train on the fullest simulation, not the cheapest",
+    )
     parser.add_argument("--folder", type=Path, help="for checkpoints and diagnostics")
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    group = parser.add_argument_group("learning")
-    hints = get_type_hints(config_type)
-    for field in dataclasses.fields(config_type):
-        kind = hints[field.name]
-        is_choice = get_origin(kind) is Literal
-        group.add_argument(
-            f"--{field.name.strip('_').replace('_', '-')}",
-            dest=field.name,
-            type=str if is_choice else kind,
-            choices=get_args(kind) if is_choice else None,
-            default=field.default,
-            metavar=None if is_choice else kind.__name__.upper(),
-            help=field.metadata["help"],
-        )
+    _add_options(parser.add_argument_group("learning"), config_type)
     add_job_options(parser)
     add_settings_options(parser)
     return parser
+
+
+def _add_options(group: argparse._ArgumentGroup, config_type: type) -> None:
+    """Adds an option for each field of a configuration."""
+    hints = get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        kind = hints[field.name]
+        how: dict[str, Any]
+        if get_origin(kind) is Literal:
+            how = {"choices": get_args(kind)}
+        elif kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        else:
+            how = {"type": kind, "metavar": kind.__name__.upper()}
+        group.add_argument(
+            f"--{field.name.strip('_').replace('_', '-')}",
+            dest=field.name,
+            default=field.default,
+            help=field.metadata["help"],
+            **how,
+        )
 
 
 def _train(args: argparse.Namespace, config: Any, train: Callable[..., Any]) -> int:
@@ -149,21 +166,26 @@ def _train(args: argparse.Namespace, config: Any, train: Callable[..., Any]) -> 
         raise UsageError("--resume needs the --folder of the run")
     cluster = resolve(args.cluster)
     graph, job, _ = load_graph(args.model, job_changes(args))
-    problem = Problem.build(graph, cluster, job, settings_of(args))
-    space = PlacementSpace.build(problem)
-    task = PlacementTask.build(space, num_groups=args.groups, form=_FORMS[args.reward])
-    note(f"{graph.name}: {graph.num_ops} ops, {space.num_units} units in {task.num_groups} groups")
+    settings = settings_of(args)
+    full, task = (
+        _task(Problem.build(graph, cluster, job, how), args)
+        for how in (settings, settings if args.full else training_settings(cluster, settings))
+    )
+    note(
+        f"{graph.name}: {graph.num_ops} ops in {task.num_groups} groups; trains on contention "
+        f"{task.grouping.space.problem.settings.contention}"
+    )
     begin = time.perf_counter()
     trained = train(config, task, folder=args.folder, resume=args.resume, listener=_Progress())
-    best = trained.best
+    best = best_in_full(full, trained.finalists)
     record = {
         "graph": graph.name,
         "cluster": cluster.name,
         "groups": task.num_groups,
-        "feasible": best is not None and best.overflow == 0,
+        "feasible": best is not None and best.fits,
         "best_step_time_s": None if best is None else best.step_time,
         "found_at": None if best is None else best.evaluations,
-        "usual_step_time_s": task.reward.baseline,
+        "usual_step_time_s": full.reward.baseline,
         "evaluations": trained.evaluations,
         "iterations": trained.iterations,
         "seconds": round(time.perf_counter() - begin, 3),
@@ -171,6 +193,25 @@ def _train(args: argparse.Namespace, config: Any, train: Callable[..., Any]) -> 
     }
     sys.stdout.write(f"{json.dumps(record) if args.json else _words(record)}\n")
     return OK if record["feasible"] else FAILED
+
+
+def _task(problem: Problem, args: argparse.Namespace) -> PlacementTask:
+    space = PlacementSpace.build(problem)
+    return PlacementTask.build(space, num_groups=args.groups, form=_FORMS[args.reward])
+
+
+def best_in_full(full: PlacementTask, finalists: Sequence[Finalist]) -> Finalist | None:
+    """Returns the best of the finalists as the fullest simulation sees them, None if there is none.
+
+    Args:
+        full: the task that the finalists are of, simulated in full.
+        finalists: as the training saw them.
+    """
+    again = Finalists()
+    for finalist in finalists:
+        actions = np.array([finalist.actions])
+        again.note(actions, full.evaluate(actions), finalist.evaluations - 1)
+    return again.best
 
 
 class _Progress:
@@ -185,7 +226,7 @@ class _Progress:
             return
         self.told = time.monotonic()
         note(
-            f"iteration {row.iteration}: best {_time(row.best_step_time)}, "
+            f"iteration {row.iteration} (life {row.life}): best {_time(row.best_step_time)}, "
             f"mean {_time(row.mean_step_time)}, {row.evaluations:,} simulations "
             f"({row.evaluations_per_second:,.0f}/s), entropy {row.entropy:.3f}, "
             f"KL {row.approx_kl:.4f}, clipped {row.clip_fraction:.0%}"

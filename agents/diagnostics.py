@@ -20,6 +20,7 @@ class Diagnostics(NamedTuple):
     """One iteration of a learner; NaN where a number does not apply."""
 
     iteration: int  # from 1
+    life: int  # from 1: a policy that finds nothing better any more begins again
     evaluations: int  # placements simulated so far
     evaluations_per_second: float  # of this iteration, the update included
     best_step_time: float  # s of the best placement so far that fits, inf = none

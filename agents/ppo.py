@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from agents import checkpoint, losses
 from agents.command_line import check_options, option, run
 from agents.diagnostics import Diagnostics, Journal
+from agents.finalists import Finalist, Finalists
 from agents.task import Evaluation
 
 
@@ -38,7 +39,7 @@ class Config:
     seed: int = option(0, "of all that is drawn", least=0)
     placements: int = option(64, "placements sampled per iteration, K", least=1)
     epochs: int = option(4, "passes over the placements of an iteration, at most", least=1)
-    learning_rate: float = option(0.1, "of Adam", least=0, above=True)
+    learning_rate: float = option(0.05, "of Adam", least=0, above=True)
     clip: float = option(0.2, "how far a ratio of probabilities may go from 1", least=0, above=True)
     kl_limit: float = option(0.05, "KL per decision that ends an iteration's passes", least=0)
     entropy_weight: float = option(0.003, "of the entropy bonus, per nat and decision", least=0)
@@ -47,9 +48,11 @@ class Config:
     lambda_: float = option(1.0, "of the advantages; 1 trusts rewards only", least=0, most=1)
     decay: float = option(0.9, "of the moving averages of rewards", least=0, most=1)
     gradient_limit: float = option(1.0, "norm of a gradient, at most", least=0, above=True)
+    centre: bool = option(True, "subtract the mean of an iteration from its advantages")
     advantage_limit: float = option(5.0, "of an advantage, in deviations", least=0, above=True)
     start_weight: float = option(0.7, "probability of a given start, at first", least=0, most=1)
-    least_entropy: float = option(0.0, "nats per decision that end a run early", least=0)
+    patience: int = option(20, "iterations without a better placement that end a life", least=1)
+    lives: int = option(1000, "policies that begin from nothing, one after another", least=1)
     checkpoint_every: int = option(20, "iterations between checkpoints", least=1)
     threads: int = option(1, "of torch; tensors this small gain nothing from more", least=1)
 
@@ -69,15 +72,6 @@ class BatchEnv(Protocol):
 
     def content_hash(self) -> str:
         """Returns what changes with anything that decides a reward."""
-
-
-class Best(NamedTuple):
-    """The best placement so far: least over the memory, then fastest."""
-
-    actions: NDArray[np.int64]  # [group] device index
-    step_time: float  # s
-    overflow: int  # bytes over capacity
-    evaluations: int  # made when it was found, itself included
 
 
 class Policy(nn.Module):
@@ -113,7 +107,7 @@ class TrainResult:
     """What a run found.
 
     Attributes:
-        best: the best legal placement, None if there was none.
+        finalists: the best placements, to be simulated again where rewards were cheap.
         iterations: made in all.
         evaluations: placements simulated in all.
         history: the diagnostics of each iteration since the start or the resumption.
@@ -121,7 +115,7 @@ class TrainResult:
         interrupted: whether Ctrl-C ended it.
     """
 
-    best: Best | None
+    finalists: tuple[Finalist, ...]
     iterations: int
     evaluations: int
     history: tuple[Diagnostics, ...]
@@ -146,11 +140,13 @@ class Learner:
     policy: Policy
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
-    mean: float | None = None  # moving average of rewards of placements that fit
-    spread: float = 0.0  # moving average of their standard deviation
+    averages: tuple[float, float] | None = None  # of rewards that fit: mean, standard deviation
+    record: float = -math.inf  # best reward of this life
+    stale: int = 0  # iterations since
+    life: int = 1
     iteration: int = 0
     evaluations: int = 0
-    best: Best | None = None
+    finalists: Finalists = field(default_factory=Finalists)
 
     @classmethod
     def new(cls, config: Config, env: BatchEnv, start: NDArray[np.integer] | None) -> "Learner":
@@ -158,31 +154,30 @@ class Learner:
         policy = Policy(torch.from_numpy(env.allowed.copy()))
         if start is not None:
             policy.lean(torch.from_numpy(np.asarray(start, np.int64)), config.start_weight)
-        optimizer = torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
         generator = torch.Generator().manual_seed(config.seed)
-        return cls(policy=policy, optimizer=optimizer, generator=generator)
+        return cls(policy=policy, optimizer=_optimizer(config, policy), generator=generator)
 
-    def note_best(self, samples: Samples) -> None:
-        """Keeps the best placement."""
-        found = samples.found
-        legal = np.flatnonzero(np.isfinite(found.step_time))
-        if len(legal):
-            order = np.lexsort((found.step_time[legal], found.overflow[legal]))
-            plan = int(legal[order[0]])
-            rank = int(found.overflow[plan]), float(found.step_time[plan])
-            if self.best is None or rank < (self.best.overflow, self.best.step_time):
-                actions = samples.actions[plan].numpy().copy()
-                self.best = Best(actions, rank[1], rank[0], self.evaluations + plan + 1)
+    def begin_again(self, config: Config) -> None:
+        """Forgets the policy, not what it found."""
+        self.policy = Policy(self.policy.allowed)
+        self.optimizer = _optimizer(config, self.policy)
+        self.averages, self.record, self.stale = None, -math.inf, 0
+        self.life += 1
+
+    def is_over(self, config: Config) -> bool:
+        """Whether a run has nothing left to do."""
+        is_stale = self.stale >= config.patience and self.life == config.lives
+        return is_stale or self.evaluations >= config.evaluations
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps."""
-        best = self.best
         return {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
-            "numbers": [self.mean, self.spread, self.iteration, self.evaluations],
-            "best": best and [torch.from_numpy(best.actions), *best[1:]],
+            "averages": self.averages,
+            "counts": [self.iteration, self.evaluations, self.record, self.stale, self.life],
+            "finalists": self.finalists.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -190,9 +185,13 @@ class Learner:
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.mean, self.spread, self.iteration, self.evaluations = state["numbers"]
-        best = state["best"]
-        self.best = best and Best(best[0].numpy(), *best[1:])
+        self.averages = state["averages"]
+        self.iteration, self.evaluations, self.record, self.stale, self.life = state["counts"]
+        self.finalists.restore(state["finalists"])
+
+
+def _optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
+    return torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
 
 
 @torch.no_grad()
@@ -234,17 +233,21 @@ def advantages(config: Config, learner: Learner, samples: Samples) -> Advantages
     """Credits each decision, and moves the averages of the rewards.
 
     Rewards are compared with what fits only: what does not fit has a penalty as its reward, which
-    would hide all other differences. Only where (almost) nothing fits does everything count.
+    would hide all other differences. Where (almost) nothing fits everything is compared with
+    everything, and no average moves.
     """
-    found = samples.found
-    counts = found.fits if found.fits.sum() > 1 else np.ones(len(found.fits), np.bool_)
+    found, limit = samples.found, config.advantage_limit
+    some_fit = found.fits.sum() > 1
+    counts = found.fits if some_fit else np.ones(len(found.fits), np.bool_)
     now = found.reward[counts]
-    if learner.mean is None:
-        learner.mean, learner.spread = float(now.mean()), float(now.std())
-    limit = config.advantage_limit
-    reward = np.clip((found.reward - learner.mean) / max(1e-8, learner.spread), -limit, limit)
-    learner.mean = losses.ema(learner.mean, now, decay=config.decay)
-    learner.spread = losses.ema(learner.spread, now.std(keepdims=True), decay=config.decay)
+    mean, spread = float(now.mean()), float(now.std())
+    if some_fit:
+        mean, spread = learner.averages or (mean, spread)
+        learner.averages = (
+            losses.ema(mean, now, decay=config.decay),
+            losses.ema(spread, now.std(keepdims=True), decay=config.decay),
+        )
+    reward = np.clip((found.reward - mean) / max(1e-8, spread), -limit, limit)  # [K]
 
     v_t = samples.values.numpy().T.astype(np.float64)  # [group, K]
     if config.baseline == "ema":
@@ -257,7 +260,8 @@ def advantages(config: Config, learner: Learner, samples: Samples) -> Advantages
         discount=1.0, lambda_=1.0 if config.baseline == "ema" else config.lambda_,
     )  # fmt: skip
     explained = losses.explained_variance(v_t, np.broadcast_to(reward, v_t.shape))
-    advantage = (raw - raw[:, counts].mean()) / max(1e-8, float(raw[:, counts].std()))
+    centre = raw[:, counts].mean() if config.centre else 0.0
+    advantage = (raw - centre) / max(1e-8, float(raw[:, counts].std()))
     return Advantages(
         torch.from_numpy(np.clip(advantage, -limit, limit).T.astype(np.float32)),
         torch.from_numpy((raw + v_t).T.astype(np.float32)),
@@ -303,7 +307,7 @@ def update(config: Config, learner: Learner, samples: Samples, credit: Advantage
         approx_kl=approx_kl,
         clip_fraction=float(losses.clip_fraction(log_ratio.detach(), clip=config.clip)),
         policy_loss=float(policy_loss.detach()),
-        value_loss=float(value_loss.detach()),
+        value_loss=float(value_loss.detach()) if config.baseline == "value" else math.nan,
         gradient_norm=norm,
         epochs=epochs,
     )
@@ -343,27 +347,24 @@ def train(
     interrupted = False
     try:
         with torch_threads(config.threads):
-            while (left := config.evaluations - learner.evaluations) > 0:
-                row = _iterate(config, learner, env, min(left, config.placements))
+            while not learner.is_over(config):
+                row = _iterate(config, learner, env)
                 if row is None:
                     break
                 history.append(row)
-                is_settled = row.entropy < config.least_entropy
-                is_last = is_settled or learner.evaluations >= config.evaluations
-                if folder is not None and (is_last or row.iteration % config.checkpoint_every == 0):
+                is_due = row.iteration % config.checkpoint_every == 0 or learner.is_over(config)
+                if folder is not None and is_due:
                     checkpoint.save(folder, identity, learner.state())
                 if journal is not None:
                     journal.write(row)
                 if listener is not None:
                     listener(row)
-                if is_settled:
-                    break
     except KeyboardInterrupt:
         interrupted = True
     if journal is not None:
         journal.close()
     return TrainResult(
-        best=learner.best,
+        finalists=learner.finalists.ranked,
         iterations=learner.iteration,
         evaluations=learner.evaluations,
         history=tuple(history),
@@ -383,24 +384,31 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _iterate(config: Config, learner: Learner, env: BatchEnv, num: int) -> Diagnostics | None:
+def _iterate(config: Config, learner: Learner, env: BatchEnv) -> Diagnostics | None:
     """Runs one iteration; returns None where the budget of the task ended within it."""
     begin = time.perf_counter()
+    if learner.stale >= config.patience:
+        learner.begin_again(config)
+    num = min(config.placements, config.evaluations - learner.evaluations)
     samples = rollout(learner, env, num)
-    learner.note_best(samples)
     found = samples.found
+    learner.finalists.note(samples.actions.numpy(), found, learner.evaluations)
     if len(found.reward) < num:
         return None
     credit = advantages(config, learner, samples)
     done = update(config, learner, samples, credit)
+    best_now = float(found.reward.max())
+    learner.stale = 0 if best_now > learner.record else learner.stale + 1
+    learner.record = max(learner.record, best_now)
     learner.iteration += 1
     learner.evaluations += num
-    best, fits = learner.best, found.fits
+    best, fits = learner.finalists.best, found.fits
     return Diagnostics(
         iteration=learner.iteration,
+        life=learner.life,
         evaluations=learner.evaluations,
         evaluations_per_second=num / (time.perf_counter() - begin),
-        best_step_time=best.step_time if best is not None and not best.overflow else math.inf,
+        best_step_time=best.step_time if best is not None and best.fits else math.inf,
         mean_step_time=float(found.step_time[fits].mean()) if fits.any() else math.nan,
         mean_reward=float(found.reward[fits].mean()) if fits.any() else math.nan,
         fits=float(fits.mean()),

@@ -33,10 +33,11 @@ class CrossEntropy:
         samples: placements of a round.
         elite: fraction of them that the fit is made to, the best ones.
         step: weight of the fit; the rest is the distribution before.
-        noise: decisions of a placement that are drawn uniformly, on average.
+        noise: decisions of a placement that are drawn uniformly in the long run, on average.
         start_weight: probability of the best placement known, at first.
         renewal: weight of the uniform distribution where a level begins.
         patience: rounds without a better placement after which a level ends.
+        lives: searches that begin one after another, those after the first from nothing known.
         ascents: rounds of the PPO objective between two fits, each with steps of its own samples.
     """
 
@@ -44,10 +45,11 @@ class CrossEntropy:
     samples: int = 32
     elite: float = 0.1
     step: float = 0.3
-    noise: float = 0.5
+    noise: float = 1.7
     start_weight: float = 0.7
     renewal: float = 0.2
     patience: int = 20
+    lives: int = 1
     ascents: int = 0
     name: str = "cross_entropy"
 
@@ -58,18 +60,18 @@ class CrossEntropy:
         budget: Budget,
         recorder: Recorder,
     ) -> None:
-        """Goes from few groups to many."""
-        groupings = distinct(space, self.levels)
-        before: Probabilities | None = None  # [unit, dev]
-        for number, grouping in enumerate(groupings):
-            if before is None:
-                start = self._lean(grouping, recorder)
-            else:
-                start = refined(grouping, before, self.renewal)
-            part = budget.part(1.0 / (len(groupings) - number))
-            task = PlacementTask.of(grouping).recorded(self.name, recorder, part)
-            found = self._fit(task, start, rng, part)
-            before = found[grouping.group]
+        """Goes from few groups to many, as often as the budget lasts and there are lives."""
+        tasks = [PlacementTask.of(grouping) for grouping in distinct(space, self.levels)]
+        for life in range(self.lives if tasks else 0):
+            now = uniform(tasks[0].allowed) if life else self._lean(tasks[0].grouping, recorder)
+            for number, task in enumerate(tasks):
+                if number:
+                    before = now[tasks[number - 1].grouping.group]
+                    now = refined(task.grouping, before, self.renewal)
+                part = budget.part(1.0 / (len(tasks) - number))
+                now = self._fit(task.recorded(self.name, recorder, part), now, rng, part)
+            if not budget.left():
+                return
 
     def _lean(self, grouping: Grouping, recorder: Recorder) -> Probabilities:
         """Returns a distribution around the best placement known, uniform if there is none."""
@@ -100,10 +102,9 @@ class CrossEntropy:
                 continue
             fit = elite_fit(
                 actions, reward, task.allowed,
-                elites=max(1, round(self.elite * len(reward))), uniform=0.0,
+                elites=max(1, round(self.elite * len(reward))), uniform=noise,
             )  # fmt: skip
             now = (1.0 - self.step) * now + self.step * fit
-            now = (1.0 - noise) * now + noise * uniform(task.allowed)
         return now
 
 

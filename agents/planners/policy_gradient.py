@@ -25,12 +25,12 @@ class PolicyGradient:
         levels: numbers of groups, at most; each level begins at the best placement so far, with an
             equal part of the budget.
         placements: sampled per iteration.
-        entropy: nats per decision below which a level ends: what it samples is all the same then.
+        patience: iterations without a better placement that end a level.
     """
 
     levels: tuple[int, ...] = (32, 64, 128)
     placements: int = 64
-    entropy: float = 0.01
+    patience: int = 20
     name: str = "ppo"
 
     def search(
@@ -60,7 +60,11 @@ class PolicyGradient:
     def _train(self, task: PlacementTask, start: Any, seed: int) -> "TrainResult":
         ppo = importlib.import_module("agents.ppo")
         config = ppo.Config(
-            evaluations=_FOREVER, seed=seed, placements=self.placements, least_entropy=self.entropy
+            evaluations=_FOREVER,
+            seed=seed,
+            placements=self.placements,
+            patience=self.patience,
+            lives=1,
         )
         result: TrainResult = ppo.train(config, task, start=start)
         return result
