@@ -1,14 +1,13 @@
 """Checkpoints: tensors, numbers and strings in a file that is whole or not there."""
 
 import io
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from simcore.atomic import write_whole
 from simcore.errors import PlacewrightError, UsageError
 
 FILE = "checkpoint.pt"
@@ -25,7 +24,7 @@ def save(folder: Path, identity: Mapping[str, str], state: Mapping[str, Any]) ->
     """
     buffer = io.BytesIO()
     torch.save({"format": _FORMAT, "identity": dict(identity), "state": dict(state)}, buffer)
-    replace_file(folder / FILE, buffer.getvalue())
+    write_whole(folder / FILE, buffer.getvalue())
 
 
 def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
@@ -46,20 +45,7 @@ def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
         raise PlacewrightError(f"{path}: not a checkpoint of the format {_FORMAT}")
     for name, value in identity.items():
-        if whole["identity"].get(name) != value:
+        if whole.get("identity", {}).get(name) != value:
             raise PlacewrightError(f"{path}: its {name} is not that of this run")
-    state: dict[str, Any] = whole["state"]
+    state: dict[str, Any] = whole.get("state", {})
     return state
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file beside and moves it into place, once it is on the disk."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

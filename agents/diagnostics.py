@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agents.checkpoint import replace_file
+from simcore.atomic import write_whole
 
 FILE = "diagnostics.jsonl"
 
@@ -51,7 +51,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         kept = _lines(self.path, after) if self.path.exists() else []
-        replace_file(self.path, "".join(f"{line}\n" for line in kept).encode())
+        write_whole(self.path, "".join(f"{line}\n" for line in kept).encode())
         self._board = _tensorboard(folder, after)
 
     def write(self, diagnostics: Diagnostics) -> None:

@@ -127,7 +127,7 @@ class StepwisePlacement(gymnasium.Env[Observation, np.int64]):
             return self._observation(), 0.0, False, False, {}
         found = self._evaluate()
         worth = float(found.reward[0])
-        reward, self._worth = worth - self._worth, worth if self.dense else 0.0
+        reward, self._worth = worth - self._worth, worth
         return self._observation(), reward, is_over, False, _info(found) if is_over else {}
 
     def _evaluate(self) -> Evaluation:

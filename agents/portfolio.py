@@ -13,11 +13,13 @@ import numpy as np
 from agents.planners.anneal import Anneal
 from agents.planners.chain_split import ChainSplit
 from agents.planners.constraints import resolve_limits
+from agents.planners.cross_entropy import CrossEntropy
 from agents.planners.data_parallel import Copies, DataParallel, data_parallel
 from agents.planners.exhaustive import Exhaustive
 from agents.planners.heft import Heft
 from agents.planners.m_etf import MEtf
 from agents.planners.m_topo import MTopo
+from agents.planners.policy_gradient import PolicyGradient
 from agents.planners.random_placement import RandomPlacement
 from agents.planners.recorder import Budget, Found, Recorder
 from agents.planners.round_robin import RoundRobin
@@ -39,8 +41,15 @@ from simcore.units import format_bytes
 
 BASELINES: tuple[Planner, ...] = (SingleDevice(), RoundRobin(), RandomPlacement(), ChainSplit())
 CONSTRUCTIVE: tuple[Planner, ...] = (MTopo(), MEtf(), Heft(), CpuOnly())
-IMPROVERS: tuple[Planner, ...] = (Exhaustive(), Anneal(), Tidy())
-SHARES = {"anneal": 0.95}  # of what is left of the budget when they start; the others take all
+IMPROVERS: tuple[Planner, ...] = (
+    Exhaustive(),
+    CrossEntropy(),
+    PolicyGradient(least_evaluations=10_000, least_seconds=6.0),  # so in searches of a minute
+    Anneal(),
+    Tidy(),
+)
+# of what is left of the budget when they start; the others take all
+SHARES = {"cross_entropy": 0.3, "ppo": 0.1, "anneal": 0.95}
 
 DATA_PARALLEL = "data_parallel"
 DEFAULT_BUDGET = 20.0  # s

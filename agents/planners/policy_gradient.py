@@ -26,11 +26,15 @@ class PolicyGradient:
             equal part of the budget.
         placements: sampled per iteration.
         patience: iterations without a better placement that end a level.
+        least_evaluations: the planner does nothing where its budget has fewer, if it counts them.
+        least_seconds: likewise; loading torch alone takes one to three.
     """
 
     levels: tuple[int, ...] = (32, 64, 128)
     placements: int = 64
     patience: int = 20
+    least_evaluations: int = 0
+    least_seconds: float = 0.0
     name: str = "ppo"
 
     def search(
@@ -45,6 +49,11 @@ class PolicyGradient:
         Raises:
             KeyboardInterrupt: Ctrl-C; the recorder has what was found.
         """
+        evaluations, seconds = budget.room(), budget.seconds_left()
+        if evaluations is not None and evaluations < self.least_evaluations:
+            return
+        if seconds is not None and seconds < self.least_seconds:
+            return
         groupings = distinct(space, self.levels)
         for number, grouping in enumerate(groupings):
             part = budget.part(1.0 / (len(groupings) - number))
