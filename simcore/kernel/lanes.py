@@ -11,13 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.kernel.compiled import compiled
-from simcore.kernel.records import Contention, Host, Mode, Tables
+from simcore.kernel.records import Contention, Mode, Tables
 
 LANES = 8
 MAX_LANE_DEVICES = 63  # a lane notes the devices that need a tensor as bits
 
-_ONE = int(Host.ONE)
-_FREE, _ORDERED = int(Contention.NONE), int(Contention.ORDERED)
+_FREE = int(Contention.NONE)
 
 
 class LaneScratch(NamedTuple):
@@ -147,7 +146,7 @@ def _run_op(tables: Tables, mode: Mode, s: LaneScratch, op: int) -> None:
     for lane in range(LANES):
         device = s.place[op, lane]
         cost = tables.cost[op, device]
-        host = device * mode.host
+        host = device * mode.host  # Host.ONE is 0, Host.PER_RANK 1
         issue = s.host[host, lane] + cost.launch
         free, arrival, latest = s.free[device, lane], s.arrival[op, lane], s.latest[lane]
         start = free if free > arrival else arrival

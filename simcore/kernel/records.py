@@ -63,7 +63,7 @@ class Status(IntEnum):
 
 
 class Kind(IntEnum):
-    """Kinds of events; the low bits of an event's item."""
+    """Kinds of events; the low bits of an event's payload."""
 
     COMPUTE_END = 0
     TRANSFER_END = 1
@@ -146,9 +146,7 @@ class Tables(NamedTuple):
     consumers: NDArray[np.int64]  # [use] ops, ascending within a tensor
     first_touch: NDArray[np.int64]  # [storage + 1] offsets into touches; none if persistent
     touches: Records  # TOUCH [touch] ops ascending within a storage, bytes of the tensor touched
-    readers: NDArray[
-        np.int64
-    ]  # [...] first op of each unit, but the producer's, that reads a tensor
+    readers: NDArray[np.int64]  # [...] first op of each other unit that reads a tensor
     first_span: NDArray[np.int64]  # [shared + 1] offsets into spans, per storage of several units
     spans: Records  # SPAN [span] what a unit does to a storage, by first op
     uneven: NDArray[np.int64]  # [...] shared storages of which units use unlike bytes; no cases
