@@ -144,20 +144,24 @@ class OpGraph:
         """
         size = batch if batch is not None else (self.batch or 1)
         tensor_bytes = self._bytes_at(self.tensor_bytes, size, self.tensor_names)
-        storage_bytes = np.zeros(self.num_storages, np.int64)
-        np.maximum.at(storage_bytes, self.tensor_storage, tensor_bytes)
         flops = np.array([s.flops(size) for s in self.signatures] + [0.0])
         traffic = [s.traffic_bytes(size) for s in self.signatures] + [0]
         if max(traffic) > MAX_TOTAL:
             raise GraphError(f"{self.name}: an op moves over 2**62 bytes at batch {size}")
         return Sized(
             tensor_bytes=tensor_bytes,
-            storage_bytes=storage_bytes,
+            storage_bytes=self.storage_bytes(tensor_bytes),
             workspace=self._bytes_at(self.workspace, size, self.op_names),
             resident=self._bytes_at(self.resident, size, self.op_names),
             flops=flops[self.signature],
             traffic=np.array(traffic, np.int64)[self.signature],
         )
+
+    def storage_bytes(self, tensor_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the largest tensor that lives in each storage, [storage] from [tensor]."""
+        largest = np.zeros(self.num_storages, np.int64)
+        np.maximum.at(largest, self.tensor_storage, tensor_bytes)
+        return largest
 
     def _bytes_at(
         self, pairs: NDArray[np.int64], size: int, names: tuple[str, ...]

@@ -133,6 +133,16 @@ class Problem:
         np.logical_and.at(supported, self.graph.unit, np.isfinite(self.tables.cost["duration"]))
         return supported
 
+    def reserved(self, allocated: NDArray[np.int64], used: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Returns the bytes that decide what fits, [..., dev]; none on a device without ops.
+
+        Args:
+            allocated: peak bytes of the allocator, [..., dev].
+            used: whether a device runs any op, [..., dev].
+        """
+        grown = np.ceil(allocated * (1.0 + self.fragmentation)).astype(np.int64)
+        return np.where(used, grown + self.context, 0)
+
     def expand(self, unit_placements: NDArray[np.integer]) -> NDArray[np.int32]:
         """Turns device indices per unit, [..., unit], into device indices per op, [..., op]."""
         return np.ascontiguousarray(unit_placements[..., self.graph.unit], dtype=np.int32)
@@ -185,9 +195,9 @@ def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
     grows = np.isin(graph.tensor_role, (Role.ACTIVATION, Role.INPUT))
     scaled = -(-sized.tensor_bytes * batch // measured)
     tensor_bytes = np.where(grows, scaled, sized.tensor_bytes)
-    storage_bytes = np.zeros_like(sized.storage_bytes)
-    np.maximum.at(storage_bytes, graph.tensor_storage, tensor_bytes)
-    return sized._replace(tensor_bytes=tensor_bytes, storage_bytes=storage_bytes)
+    return sized._replace(
+        tensor_bytes=tensor_bytes, storage_bytes=graph.storage_bytes(tensor_bytes)
+    )
 
 
 def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> Tables:

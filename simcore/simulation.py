@@ -1,6 +1,5 @@
 """The ways into the simulator: one plan (raises), or a batch of placements (a status per plan)."""
 
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,8 +113,7 @@ def _run(problem: Problem, batch: Plans, begin: int, end: int) -> None:
 
 
 def _with_memory(problem: Problem, out: Outcome) -> BatchResult:
-    grown = np.ceil(out.allocated * (1.0 + problem.fragmentation)).astype(np.int64)
-    reserved = np.where(out.used, grown + problem.context, 0)
+    reserved = problem.reserved(out.allocated, out.used)
     overflow = np.maximum(reserved - problem.capacity, 0).sum(axis=1)
     too_big = (overflow > 0) & (out.status == Status.OK)
     return BatchResult(
@@ -270,8 +268,7 @@ def _use(
     here = run.placement == device
     busy = float((run.end[here] - run.start[here]).sum())
     communication, launch = idle_causes(run, device, arrival)
-    allocated = int(run.allocated[device])
-    grown = math.ceil(allocated * (1.0 + float(problem.fragmentation[device])))
+    used = np.bincount(run.placement, minlength=len(run.allocated)) > 0
     spec = problem.cluster.devices[device]
     return DeviceUse(
         name=spec.name,
@@ -281,8 +278,8 @@ def _use(
         communication=communication + extra,
         launch=launch,
         bubble=max(0.0, run.step_time - busy - communication - launch),
-        allocated=allocated,
-        reserved=grown + int(problem.context[device]) if here.any() else 0,
+        allocated=int(run.allocated[device]),
+        reserved=int(problem.reserved(run.allocated, used)[device]),
         capacity=int(problem.capacity[device]),
     )
 
