@@ -6,6 +6,8 @@ by ``python -m bench.fidelity`` (results in bench/results/fidelity.json, 2026-11
 of 4 graphs per cluster).
 """
 
+from msgspec.structs import replace
+
 from simcore.cluster import Cluster
 from simcore.plan import Settings
 
@@ -30,12 +32,9 @@ def training_settings(cluster: Cluster, settings: Settings) -> Settings:
     """
     if settings.order != "program" or settings.contention != FULL:
         return settings
-    for name, discipline in _TRAIN_ON.items():
-        if cluster.name == name and cluster.content_hash() == Cluster.preset(name).content_hash():
-            return Settings(
-                order=settings.order,
-                host=settings.host,
-                launch=settings.launch,
-                contention=discipline,  # type: ignore[arg-type]
-            )
-    return settings
+    discipline = _TRAIN_ON.get(cluster.name)
+    if discipline is None:
+        return settings
+    if cluster.content_hash() != Cluster.preset(cluster.name).content_hash():
+        return settings
+    return replace(settings, contention=discipline)

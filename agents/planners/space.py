@@ -18,8 +18,6 @@ from simcore.profile import load_profile
 from simcore.simulation import simulate_batch
 from simcore.units import format_bytes
 
-_THREADS_PAY = 40_000  # ops in a batch; below, starting threads takes longer than it saves
-
 
 class Planner(Protocol):
     """One strategy: proposes placements of a space until it has no more ideas or no budget."""
@@ -143,8 +141,7 @@ class PlacementSpace:
     def evaluate(self, unit_placements: NDArray[np.integer]) -> Scores:
         """Simulates placements, int [plan, unit]; the result does not depend on the threads."""
         plans = self.problem.expand(unit_placements)
-        threads = 1 if plans.size < _THREADS_PAY else None
-        outcome = simulate_batch(self.problem, plans, threads=threads)
+        outcome = simulate_batch(self.problem, plans)
         return Scores(outcome.step_time, outcome.overflow, outcome.status)
 
     def complexity(self, unit_placement: NDArray[np.integer]) -> tuple[int, int]:
