@@ -26,7 +26,15 @@ class ProfileError(PlacewrightError):
 
 
 class PlanError(PlacewrightError):
-    """A plan that does not belong to its graph, job or cluster, or that breaks a rule."""
+    """A plan that does not belong to its graph, job or cluster, or that breaks a rule.
+
+    Attributes:
+        grid: lines of a time x rank picture with a mark at the culprit, of a schedule; else empty.
+    """
+
+    def __init__(self, *args: object, grid: tuple[str, ...] = ()) -> None:
+        super().__init__(*args)
+        self.grid = grid
 
 
 class DeadlockError(PlanError):
