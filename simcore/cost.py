@@ -50,6 +50,7 @@ class CostTable:
     relative_error: NDArray[np.float64]  # [op, kind] standard error / seconds
     kinds: tuple[str, ...]  # [kind]
     batches: tuple[int | None, ...]  # [variant] samples; None = the graph's own
+    trail: NDArray[np.float64] | None = None  # [op, kind] s of the host after a launch; None = 0
 
 
 def cost_table(

@@ -1,7 +1,9 @@
 """Names to arrays: the only place where a graph, a cluster and a job become integers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +11,14 @@ from numpy.typing import NDArray
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
-from simcore.graph import MAX_TOTAL, OpGraph, Role, Sized
+from simcore.graph import MAX_TOTAL, OpClass, OpGraph, Role, Sized
 from simcore.job import Job
 from simcore.kernel import (
     COST,
     MAX_LANE_DEVICES,
+    NONE,
     OP,
+    P2P,
     PAIR,
     TENSOR,
     Contention,
@@ -35,11 +39,16 @@ from simcore.memory import (
     storage_cases,
     storage_uses,
 )
+from simcore.network import NetworkTables, network_tables
 from simcore.plan import ONE_HOST, Settings
-from simcore.profile import load_profile
+from simcore.profile import Limits, load_profile
 from simcore.reach import Readers, other_units_readers, unit_leaders
 
+if TYPE_CHECKING:
+    from simcore.collectives import Collective
+
 MAX_DEVICES = 4096
+_NO_COLLECTIVES: "Mapping[int, Collective]" = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +80,8 @@ class Problem:
         copies: int = 1,
         reserve_memory: int = 0,
         priorities: Sequence[int] = (),
+        limits: Sequence[Limits] | None = None,
+        collectives: "Mapping[int, Collective]" = _NO_COLLECTIVES,
     ) -> "Problem":
         """Lowers a problem.
 
@@ -83,28 +94,33 @@ class Problem:
             copies: data-parallel copies of the model; each sees batch / copies samples.
             reserve_memory: bytes to leave free on every GPU.
             priorities: one number per op, least first, used under ``ready`` order.
+            limits: what each device does at once, [dev]; None = from the hardware profiles.
+            collectives: what each op of class ``COLLECTIVE`` does, by op.
 
         Raises:
-            PlanError: the batch does not divide by the copies, or sizes leave int64.
+            PlanError: the batch does not divide by the copies, sizes leave int64, settings that
+                do not go together, or a collective op without its collective.
         """
+        _check_settings(settings)
         if priorities and len(priorities) != graph.num_ops:
             raise PlanError(f"{len(priorities)} priorities for {graph.num_ops} ops")
-        batch = _batch_per_copy(graph, job, copies)
+        batch = batch_per_copy(graph, job, copies)
         kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
         if cost is None:
             cost = cost_table(graph, job, kinds, (batch,))
         profiles = [load_profile(device.kind) for device in cluster.devices]
-        kind = [cost.kinds.index(device.kind) for device in cluster.devices]
-        synchronous = np.array([profile.synchronous for profile in profiles], np.bool_)
-        sized = _sizes(graph, job, batch)
-        costs = make_records((graph.num_ops, len(kind)), COST)
-        costs["duration"] = cost.seconds[:, kind, cost.batches.index(batch)]
-        if settings.launch == "eager":
-            costs["launch"] = cost.launch[:, kind]
-        costs["sync"] = graph.sync[:, None] | synchronous
-        tables = _tables(graph, cluster, sized, costs)
+        columns = np.array([cost.kinds.index(device.kind) for device in cluster.devices], np.int64)
+        if limits is None:
+            limits = [profile.limits for profile in profiles]
+        network = network_tables(graph, cluster, limits, collectives)
+        costs = _costs(graph, cost, cost.batches.index(batch))
+        if settings.launch == "graph":
+            costs["launch"], costs["trail"] = 0.0, 0.0
+            network.limits["message_overhead"] = 0.0
+        tables = _tables(graph, cluster, sizes_at(graph, job, batch), costs, columns, network)
         tables.ops["resident"][:-1] += _state_bytes(graph, job)
         tables.ops["priority"][:-1] = priorities or 0
+        mode = choose_mode(settings, limits)
         is_cpu = np.array([profile.is_cpu for profile in profiles])
         memory = np.array([device.memory for device in cluster.devices], np.int64)
         return cls(
@@ -115,22 +131,24 @@ class Problem:
             cost=cost,
             batch=batch,
             tables=tables,
-            mode=Mode(
-                int(Order[settings.order.upper()]),
-                int(Host[settings.host.upper()]),
-                int(Contention[settings.contention.upper()]),
-            ),
-            engine=choose_engine(settings, len(cluster.devices)),
+            mode=mode,
+            engine=choose_engine(mode, tables),
             capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
             fragmentation=np.array([profile.fragmentation for profile in profiles]),
             context=np.array([profile.context for profile in profiles], np.int64),
         )
 
     @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds of every op on every device, [op, dev]; inf = cannot run there."""
+        seconds: NDArray[np.float64] = self.tables.cost["duration"][:, self.tables.columns]
+        return seconds
+
+    @property
     def supported(self) -> NDArray[np.bool_]:
         """Whether a unit can run on a device, [unit, dev]."""
         supported = np.ones((self.graph.num_units, len(self.cluster.devices)), np.bool_)
-        np.logical_and.at(supported, self.graph.unit, np.isfinite(self.tables.cost["duration"]))
+        np.logical_and.at(supported, self.graph.unit, np.isfinite(self.seconds))
         return supported
 
     def reserved(self, allocated: NDArray[np.int64], used: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -148,20 +166,68 @@ class Problem:
         return np.ascontiguousarray(unit_placements[..., self.graph.unit], dtype=np.int32)
 
 
-def choose_engine(settings: Settings, num_devices: int) -> Engine:
+def _costs(graph: OpGraph, cost: CostTable, variant: int) -> Records:
+    """Returns what every op costs on every kind of device, COST [op, column]."""
+    costs = make_records((graph.num_ops, len(cost.kinds)), COST)
+    costs["duration"] = cost.seconds[:, :, variant]
+    costs["launch"] = cost.launch
+    costs["trail"] = 0.0 if cost.trail is None else cost.trail
+    waits = np.array([load_profile(kind).synchronous for kind in cost.kinds], np.bool_)
+    costs["sync"] = graph.sync[:, None] | waits
+    return costs
+
+
+def choose_mode(settings: Settings, limits: Sequence[Limits]) -> Mode:
+    """Returns the settings as numbers; what has no effect on these devices is left out."""
+    slow = settings.slow_down and any(limit.slows for limit in limits)
+    costs_time = settings.launch == "eager" and any(limit.message_overhead for limit in limits)
+    return Mode(
+        order=int(Order[settings.order.upper()]),
+        host=int(Host[settings.host.upper()]),
+        contention=int(Contention[settings.contention.upper()]),
+        p2p=int(P2P[settings.p2p.upper()]),
+        messages=int(costs_time or settings.p2p != "copy"),
+        fluid=int(slow or settings.contention == "fair"),
+        slow=int(slow),
+    )
+
+
+def choose_engine(mode: Mode, tables: Tables) -> Engine:
     """Returns the fastest way to play placements that gives the answer of the event loop.
 
-    Where no decision depends on event timing a sweep does; lanes know only the disciplines that
-    hold no channels.
+    Where no decision depends on event timing a sweep does, if every collective is an op that stands
+    directly behind its last producer; lanes know only the disciplines that hold no channels, and no
+    collectives.
     """
-    if settings.order == "ready" or settings.contention == "fifo":
+    if mode.fluid:
+        return Engine.FLUID
+    if mode.order == Order.READY or mode.contention == Contention.FIFO or mode.messages:
         return Engine.EVENTS
-    if settings.contention == "ordered" or num_devices > MAX_LANE_DEVICES:
-        return Engine.SWEEP
-    return Engine.LANES
+    collectives = tables.collectives["op"][:-1]
+    before = collectives - np.arange(len(collectives))  # as if there were no collectives
+    behind = tables.last_producer - np.searchsorted(collectives, tables.last_producer) + 1
+    if (before != behind).any():
+        return Engine.EVENTS
+    is_free = mode.contention in {Contention.NONE, Contention.PORT}
+    if is_free and not len(collectives) and len(tables.columns) <= MAX_LANE_DEVICES:
+        return Engine.LANES
+    return Engine.SWEEP
 
 
-def _batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
+def _check_settings(settings: Settings) -> None:
+    if settings.p2p != "copy" and settings.order != "program":
+        raise PlanError(
+            f"p2p {settings.p2p!r} needs order 'program': under {settings.order!r} order a device "
+            "has no stream that a transfer could take its place in"
+        )
+
+
+def batch_per_copy(graph: OpGraph, job: Job, copies: int) -> int | None:
+    """Returns the samples that each of several copies of the model sees.
+
+    Raises:
+        PlanError: the batch does not divide by the copies, or seconds were measured at another.
+    """
     if copies == 1:
         return job.batch
     if graph.fixed is not None and not job.assume_linear:
@@ -184,7 +250,7 @@ def _state_bytes(graph: OpGraph, job: Job) -> NDArray[np.int64]:
     return graph.elements * per_element
 
 
-def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
+def sizes_at(graph: OpGraph, job: Job, batch: int | None) -> Sized:
     """Returns the sizes at a batch; those of a measured minibatch scale with its seconds."""
     sized = graph.at_batch(batch)
     measured = None if graph.fixed is None else graph.fixed.batch or job.batch
@@ -200,7 +266,14 @@ def _sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
     )
 
 
-def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> Tables:
+def _tables(
+    graph: OpGraph,
+    cluster: Cluster,
+    sized: Sized,
+    costs: Records,
+    columns: NDArray[np.int64],
+    network: NetworkTables,
+) -> Tables:
     """Returns the kernel's tables; optimizer state and priorities are still missing."""
     num_devices = len(cluster.devices)
     if num_devices > MAX_DEVICES:
@@ -212,6 +285,8 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
     readers = other_units_readers(graph)
     return Tables(
         cost=costs,
+        columns=columns,
+        slow=network.slow,
         ops=_ops(graph, sized, shared, cases, held),
         tensors=_tensors(graph, sized, readers),
         consumers=graph.consumers.astype(np.int64),
@@ -228,8 +303,14 @@ def _tables(graph: OpGraph, cluster: Cluster, sized: Sized, costs: Records) -> T
         held_bytes=held.num_bytes,
         pairs=_pairs(cluster),
         hops=cluster.hops.astype(np.int64),
-        num_channels=len(cluster.channels),
-        max_resources=int(np.diff(cluster.first_hop).max(initial=0)) + 1,
+        bandwidth=network.bandwidth,
+        limits=network.limits,
+        collectives=network.collectives,
+        loads=network.loads,
+        members=network.members,
+        plan_order=network.plan_order,
+        last_producer=network.last_producer,
+        max_resources=int(np.diff(cluster.first_hop).max(initial=0)) + 2,
     )
 
 
@@ -240,7 +321,10 @@ def _ops(
     ops["first_output"] = graph.first_output
     ops["first_start"] = cases.first_start
     ops["first_end"] = cases.first_end
+    is_collective = graph.op_class == OpClass.COLLECTIVE
     per_op = {
+        "collective": np.where(is_collective, np.cumsum(is_collective) - 1, NONE),
+        "op_class": graph.op_class,
         "workspace": sized.workspace,
         "resident": sized.resident + held.resident,
         "leader": unit_leaders(graph)[graph.unit],

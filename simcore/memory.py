@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.graph import OpGraph, Sized
+from simcore.graph import OpClass, OpGraph, Sized
 from simcore.kernel import CASE, SPAN, TOUCH, Records, make_records
 from simcore.reach import unit_leaders
 
@@ -55,13 +55,16 @@ class HeldParameters(NamedTuple):
 
 
 def storage_uses(graph: OpGraph, sized: Sized) -> StorageUses:
-    """Returns which ops use each storage, with the bytes of the tensor they use."""
+    """Returns which ops use each storage, with the bytes of the tensor they use.
+
+    Collectives use none: they run on no device, and what they need is held by others.
+    """
     reads = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
     written = np.flatnonzero(graph.tensor_producer >= 0)
     tensor = np.concatenate([reads, written])
     op = np.concatenate([graph.consumers, graph.tensor_producer[written]])
     storage = graph.tensor_storage[tensor].astype(np.int64)
-    kept = ~graph.persistent_storage[storage]
+    kept = ~graph.persistent_storage[storage] & (graph.op_class[op] != OpClass.COLLECTIVE)
     tensor, op, storage = tensor[kept], op[kept], storage[kept]
     order = np.lexsort((op, storage))
     touches = make_records(len(order), TOUCH)

@@ -12,7 +12,7 @@ import difflib
 import functools
 import math
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -58,6 +58,43 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: dict[str, float] = {}  # dtype -> fraction of its peak
 
 
+class SlowDown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many times longer work takes beside other work, each factor at least 1.
+
+    Attributes:
+        compute_beside_copy: op class (or ``default``) -> factor while a copy touches the device.
+        compute_beside_collective: op class (or ``default``) -> factor beside a collective.
+        copy_beside_compute: of a copy while one of its ends computes.
+        collective_beside_compute: of a collective while a member computes.
+    """
+
+    compute_beside_copy: dict[str, float] = {}
+    compute_beside_collective: dict[str, float] = {}
+    copy_beside_compute: float = 1.0
+    collective_beside_compute: float = 1.0
+
+
+_ALONE = (1.0,) * len(CLASS_NAMES)
+
+
+class Limits(NamedTuple):
+    """What a device does at once, and how work slows other work there."""
+
+    out_engines: int = 1  # copies that leave it at once, 0 = any number
+    in_engines: int = 0  # copies that arrive at once, 0 = any number
+    message_overhead: float = 0.0  # s of host time per message
+    copy_beside_compute: float = 1.0
+    collective_beside_compute: float = 1.0
+    compute_beside_copy: tuple[float, ...] = _ALONE  # by OpClass
+    compute_beside_collective: tuple[float, ...] = _ALONE  # by OpClass
+
+    @property
+    def slows(self) -> bool:
+        """Whether any work slows any other."""
+        factors = (self.copy_beside_compute, self.collective_beside_compute)
+        return max(*factors, *self.compute_beside_copy, *self.compute_beside_collective) > 1.0
+
+
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a device kind can do. Fields as in the file (with provenance); properties in SI units.
 
@@ -68,6 +105,10 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         memory_GiB: what an allocator can get, not what the sheet says.
         peak_TFLOPS: dtype -> dense peak.
         efficiency: op class (or ``default``) -> fractions reached.
+        out_engines: copies that leave at once, 0 = any number; not stated = 1.
+        in_engines: copies that arrive at once, likewise; not stated = 0.
+        message_overhead_us: host time per copy, send or receive; not stated = 0.
+        slow_down: what work costs other work; not stated = nothing.
         launch_overhead_us: host time to issue one kernel from eager PyTorch.
         context_MiB: taken once a process uses the device.
         tagged_fragmentation: key ``fragmentation``; reserved / allocated - 1 of the allocator.
@@ -85,6 +126,25 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     context_MiB: Tagged[float]
     tagged_fragmentation: Tagged[float] = msgspec.field(name="fragmentation")
     efficiency: dict[str, Tagged[Efficiency]]
+    out_engines: Tagged[int] | None = None
+    in_engines: Tagged[int] | None = None
+    message_overhead_us: Tagged[float] | None = None
+    slow_down: Tagged[SlowDown] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What the device does at once; what the file does not say is as in `Limits`."""
+        slow = SlowDown() if self.slow_down is None else self.slow_down.value
+        overhead = self.message_overhead_us
+        return Limits(
+            out_engines=1 if self.out_engines is None else self.out_engines.value,
+            in_engines=0 if self.in_engines is None else self.in_engines.value,
+            message_overhead=0.0 if overhead is None else overhead.value * US,
+            copy_beside_compute=slow.copy_beside_compute,
+            collective_beside_compute=slow.collective_beside_compute,
+            compute_beside_copy=_by_class(slow.compute_beside_copy),
+            compute_beside_collective=_by_class(slow.compute_beside_collective),
+        )
 
     @property
     def memory(self) -> int:
@@ -235,6 +295,7 @@ def parse_profile(text: bytes, source: str) -> HardwareProfile:
         _check(0 <= value < math.inf, f"{source}: {key} must not be negative, but is {value}")
     _check("fp32" in peaks, f"{source}: peak_TFLOPS needs fp32, the peak of dtypes without one")
     _check_efficiency(profile, source)
+    _check_limits(profile, source)
     return profile
 
 
@@ -282,6 +343,33 @@ def _check_efficiency(profile: HardwareProfile, source: str) -> None:
         default is not None and not missing,
         f"{source}: efficiency.{DEFAULT_CLASS}.compute must give every dtype of peak_TFLOPS",
     )
+
+
+def _by_class(factors: dict[str, float]) -> tuple[float, ...]:
+    default = factors.get(DEFAULT_CLASS, 1.0)
+    return tuple(factors.get(name, default) for name in CLASS_NAMES)
+
+
+def _check_limits(profile: HardwareProfile, source: str) -> None:
+    """Refuses unknown classes, factors below 1, and counts and times that are negative."""
+    limits = profile.limits
+    _check(limits.out_engines >= 0, f"{source}: out_engines must not be negative")
+    _check(limits.in_engines >= 0, f"{source}: in_engines must not be negative")
+    overhead = limits.message_overhead
+    _check(0 <= overhead < math.inf, f"{source}: message_overhead_us must not be negative")
+    slow = SlowDown() if profile.slow_down is None else profile.slow_down.value
+    factors = {
+        "copy_beside_compute": slow.copy_beside_compute,
+        "collective_beside_compute": slow.collective_beside_compute,
+    }
+    for key in ("compute_beside_copy", "compute_beside_collective"):
+        for op_class, factor in getattr(slow, key).items():
+            known = op_class in CLASS_NAMES or op_class == DEFAULT_CLASS
+            _check(known, f"{source}: slow_down.{key}.{op_class}: unknown op class")
+            factors[f"{key}.{op_class}"] = factor
+    for key, factor in factors.items():
+        good = 1 <= factor < math.inf
+        _check(good, f"{source}: slow_down.{key} must be at least 1, not {factor}")
 
 
 def _check_kind(kind: str, source: str) -> None:

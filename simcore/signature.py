@@ -41,6 +41,7 @@ class OpClass(IntEnum):
     UPDATE = 15
     OTHER = 16
     GROUP = 17
+    COLLECTIVE = 18  # communication among devices; runs on none of them
 
 
 class Role(IntEnum):

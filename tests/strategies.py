@@ -8,21 +8,25 @@ that make every addition round, so that an addition done in another order shows 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
+from simcore.collectives import Collective
 from simcore.cost import CostSource, CostTable
 from simcore.graph import GraphBuilder, OpClass, OpGraph, Out, Phase
 from simcore.job import Job
 from simcore.lower import Problem
 from simcore.plan import Settings
+from simcore.profile import Limits
 from simcore.simulation import run_placement
 from tests.reference import (
     ReferenceProblem,
@@ -82,6 +86,8 @@ class Case(NamedTuple):
     placement: NDArray[np.int32]  # [op] device index
     priorities: NDArray[np.int64] | None  # [op] least first
     network: Network  # what the cluster was built from
+    limits: tuple[Limits, ...] | None = None  # [dev] None = the profiles'
+    collectives: Mapping[int, Collective] = MappingProxyType({})  # by op
 
 
 Play = Callable[[Case], ReferenceResult]  # one way to simulate a case
@@ -177,9 +183,10 @@ def draw_network(scale: Scale, max_devices: int) -> Network:
     )
 
 
-def draw_graph(scale: Scale, num_ops: int) -> OpGraph:
+def draw_graph(scale: Scale, num_ops: int, percent_collectives: int = 0) -> OpGraph:
     """Draws a graph: shared tensors, views, in-place ops, updates, units, control edges."""
     draws = scale.draws
+    computing: list[int] = []
     builder = GraphBuilder("random")
     persistent = [builder.parameter(f"p{p}", scale.bytes()) for p in range(draws.integer(0, 3))]
     persistent += [builder.buffer(f"b{b}", scale.bytes()) for b in range(draws.integer(0, 1))]
@@ -189,6 +196,14 @@ def draw_graph(scale: Scale, num_ops: int) -> OpGraph:
     tensors: list[int] = []
     for op in range(num_ops):
         recent = tensors[-window:]
+        if percent_collectives and draws.chance(percent_collectives):
+            read = [draws.pick(recent) for _ in range(draws.integer(0, 3)) if recent]
+            made = [Out(scale.bytes()) for _ in range(draws.integer(0, 2))]
+            collective = builder.op(
+                f"o{op}", op_class=OpClass.COLLECTIVE, inputs=read, outputs=made
+            )
+            tensors += builder.outputs(collective)
+            continue
         inputs = [draws.pick(recent) for _ in range(draws.integer(0, most_inputs)) if recent]
         if tensors and draws.chance(20):
             inputs.append(tensors[0])  # one tensor with many consumers
@@ -202,12 +217,13 @@ def draw_graph(scale: Scale, num_ops: int) -> OpGraph:
             op_class=OpClass.UPDATE if update else OpClass.OTHER,
             inputs=inputs,
             outputs=[draw_output(scale, inputs) for _ in range(draws.pick((1, 1, 1, 2, 3, 0)))],
-            unit_of=draws.integer(0, op - 1) if op and draws.chance(10) else None,
+            unit_of=draws.pick(computing) if computing and draws.chance(10) else None,
             sync=with_sync and draws.chance(15),
             workspace=draw_affine(scale),
             resident=draw_affine(scale),
             elements=draws.integer(0, 1000) if update else 0,
         )
+        computing.append(handle)
         tensors += builder.outputs(handle)
     return builder.build()
 
@@ -263,7 +279,9 @@ def draw_case(draws: Draws, max_ops: int = 60, max_devices: int = 16) -> Case:
 def draw_placement(draws: Draws, graph: OpGraph, num_devices: int) -> NDArray[np.int32]:
     """Draws a device for every placement unit, [op]."""
     devices = [draws.integer(0, num_devices - 1) for _ in range(graph.num_units)]
-    return np.array(devices, np.int32)[graph.unit]
+    placement = np.array(devices, np.int32)[graph.unit]
+    placement[graph.op_class == OpClass.COLLECTIVE] = -1
+    return placement
 
 
 def draw_priorities(draws: Draws, num_ops: int) -> NDArray[np.int64]:
@@ -279,6 +297,71 @@ def seeded(rng: np.random.Generator) -> Draws:
 def random_case(rng: np.random.Generator) -> Case:
     """Draws a problem of 1 to 60 ops on 1 to 16 devices."""
     return draw_case(seeded(rng))
+
+
+def draw_collective(scale: Scale, cluster: Cluster) -> Collective:
+    """Draws a collective of all devices that loads some channels, some more than others."""
+    draws, ids = scale.draws, range(len(cluster.channels))
+    channels = [channel for channel in ids if draws.chance(60)]
+    usage = [draws.pick((1.0, 1.0, 0.5, 2.0)) for _ in channels]
+    volume = float(scale.bytes())
+    loads = zip(usage, channels, strict=True)
+    slowest = max((u / cluster.channels[c].bandwidth for u, c in loads), default=2.0**-30)
+    return Collective(
+        kind="all_reduce",
+        algorithm="ring",
+        members=tuple(range(cluster.num_devices)),
+        num_bytes=int(volume),
+        latency=scale.latency_us() * 1e-6 if not scale.tied else draws.pick((0, 1)) * TICK,
+        duration=volume * slowest * draws.pick((1, 1, 2)),
+        volume=volume,
+        channels=np.array(channels, np.int64),
+        usage=np.array(usage, np.float64),
+    )
+
+
+def draw_limits(scale: Scale, slows: bool, costs_time: bool) -> Limits:
+    """Draws what one device does at once."""
+    draws = scale.draws
+    factors = [draws.pick((1.0, 1.5, 2.0)) if slows else 1.0 for _ in range(4)]
+    return Limits(
+        out_engines=draws.pick((1, 1, 2, 3)),
+        in_engines=draws.pick((0, 0, 1, 2)),
+        message_overhead=scale.seconds() / 8 if costs_time else 0.0,
+        copy_beside_compute=factors[0],
+        collective_beside_compute=factors[1],
+        compute_beside_copy=(factors[2],) * len(OpClass),
+        compute_beside_collective=(factors[3],) * len(OpClass),
+    )
+
+
+def draw_busy_case(draws: Draws, contention: str, max_ops: int = 40) -> Case:
+    """Draws a problem with collectives, engine limits, slow-down and every way to send."""
+    is_exact = contention != "fair"
+    scale = Scale(draws, tied=is_exact and draws.chance(50))
+    case = draw_case(draws, max_ops)
+    num_ops = draws.integer(1, max_ops)
+    graph = draw_graph(scale, num_ops, percent_collectives=draws.pick((0, 15, 30)))
+    kinds, cluster = case.cost.kinds, case.cluster
+    seconds = [[scale.seconds() for _ in kinds] for _ in range(num_ops)]
+    launch = [[scale.seconds() / 4 for _ in kinds] for _ in range(num_ops)]
+    costs_time, slows = draws.chance(40), not is_exact and draws.chance(50)
+    order = draws.pick(("program", "program", "ready"))
+    p2p = draws.pick(("copy", "copy", "inline", "rendezvous")) if order == "program" else "copy"
+    return case._replace(
+        graph=graph,
+        cost=build_cost(seconds, launch, kinds, case.job),
+        placement=draw_placement(draws, graph, len(case.network.kinds)),
+        priorities=None,
+        settings=msgspec.structs.replace(
+            case.settings, order=order, p2p=p2p, contention=contention, slow_down=slows
+        ),
+        limits=tuple(draw_limits(scale, slows, costs_time) for _ in case.network.kinds),
+        collectives={
+            int(op): draw_collective(scale, cluster)
+            for op in np.flatnonzero(graph.op_class == OpClass.COLLECTIVE)
+        },
+    )
 
 
 @st.composite
@@ -378,7 +461,15 @@ def timed(
 
 
 def reference_problem(case: Case) -> ReferenceProblem:
-    return ReferenceProblem.build(case.graph, case.cluster, case.job, case.settings, cost=case.cost)
+    return ReferenceProblem.build(
+        case.graph,
+        case.cluster,
+        case.job,
+        case.settings,
+        cost=case.cost,
+        limits=case.limits,
+        collectives=case.collectives,
+    )
 
 
 def play_reference(case: Case) -> ReferenceResult:
@@ -387,7 +478,15 @@ def play_reference(case: Case) -> ReferenceResult:
 
 
 def compiled_problem(case: Case) -> Problem:
-    return Problem.build(case.graph, case.cluster, case.job, case.settings, cost=case.cost)
+    return Problem.build(
+        case.graph,
+        case.cluster,
+        case.job,
+        case.settings,
+        cost=case.cost,
+        limits=case.limits,
+        collectives=case.collectives,
+    )
 
 
 def play_compiled(case: Case) -> ReferenceResult:

@@ -7,10 +7,11 @@ import pytest
 from numba.core.runtime import _nrt_python, rtsys
 
 from simcore.kernel import Engine, Status
-from simcore.lower import Problem, choose_engine
+from simcore.lower import Problem
 from simcore.plan import Settings
+from simcore.profile import Limits
 from simcore.simulation import BatchResult, simulate_batch
-from tests.strategies import Case, compiled_problem, draw_placement, random_case, seeded
+from tests.strategies import Case, compiled_problem, draw_placement, random_case, seeded, toy
 
 NUM_PLANS = 19  # two groups of lanes and some left over
 STATIC = [
@@ -63,11 +64,22 @@ def test_engines_agree_on_every_static_problem(block: int, num_cases: int) -> No
 
 
 def test_the_engine_is_chosen_by_what_the_settings_allow() -> None:
-    assert choose_engine(Settings(contention="port"), 4) == Engine.LANES
-    assert choose_engine(Settings(contention="none"), 64) == Engine.SWEEP
-    assert choose_engine(Settings(contention="ordered"), 4) == Engine.SWEEP
-    assert choose_engine(Settings(contention="fifo"), 4) == Engine.EVENTS
-    assert choose_engine(Settings(contention="none", order="ready"), 4) == Engine.EVENTS
+    def engine(num_devices: int, limits: Limits = Limits(), **settings: str) -> Engine:
+        links = [(f"d{device}", "s0", 1.0, 0.0) for device in range(num_devices)]
+        case = toy([1, 1], [(0, 1, [1])], [0, 1], links=links, **settings)
+        return compiled_problem(case._replace(limits=(limits,) * num_devices)).engine
+
+    assert engine(4, contention="port") == Engine.LANES
+    assert engine(64, contention="none") == Engine.SWEEP
+    assert engine(4, contention="ordered") == Engine.SWEEP
+    assert engine(4, contention="fifo") == Engine.EVENTS
+    assert engine(4, contention="none", order="ready") == Engine.EVENTS
+    assert engine(4, contention="none", p2p="inline") == Engine.EVENTS
+    assert engine(4, Limits(message_overhead=1e-6), contention="port") == Engine.EVENTS
+    assert engine(4, contention="fair") == Engine.FLUID
+    slow = Limits(copy_beside_compute=2.0)
+    assert engine(4, slow, contention="none") == Engine.FLUID
+    assert engine(4, slow, contention="none", slow_down=False) == Engine.LANES
 
 
 def test_a_batch_allocates_the_same_whatever_its_size() -> None:
@@ -81,4 +93,4 @@ def test_a_batch_allocates_the_same_whatever_its_size() -> None:
             before = rtsys.get_allocation_stats().alloc
             play(problem, engine, np.concatenate([plans] * count))
             allocations.append(rtsys.get_allocation_stats().alloc - before)
-    assert allocations == [0] * 6
+    assert allocations == [0] * 2 * len(Engine)

@@ -23,6 +23,7 @@ from tests.strategies import (
     build_cluster,
     build_cost,
     compiled_problem,
+    draw_busy_case,
     draw_placement,
     random_case,
     seeded,
@@ -186,10 +187,14 @@ def test_events_come_out_by_time(python):
 
 def spread_cases() -> list[tuple[list[float], list[int]]]:
     """(step times, allocated bytes) of random problems, their units spread over the devices."""
-    found = []
-    for index in range(24):
+    found, drawn = [], []
+    for index in range(len(ALL_SETTINGS)):
         case = random_case(np.random.default_rng([29, index]))
-        problem = compiled_problem(case._replace(settings=ALL_SETTINGS[index % len(ALL_SETTINGS)]))
+        drawn.append(case._replace(settings=ALL_SETTINGS[index]))
+        contention = ("none", "port", "ordered", "fifo", "fair")[index % 5]
+        drawn.append(draw_busy_case(seeded(np.random.default_rng([31, index])), contention))
+    for case in drawn:
+        problem = compiled_problem(case)
         units = np.arange(case.graph.num_units)
         shifted = [(units + k) % len(case.network.kinds) for k in range(9)]
         batch = simulate_batch(problem, problem.expand(np.stack(shifted)))

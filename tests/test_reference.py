@@ -115,7 +115,7 @@ def test_a_transfer_in_its_latency_blocks_those_behind_it(play, contention, seco
 def test_a_waiting_transfer_blocks_an_engine_that_it_does_not_hold_yet(play):
     links = [(f"d{device}", "s0", 1.0, 0.0) for device in range(4)]
     wires = [(0, 4, [2]), (1, 1, [2]), (1, 1, [3])]  # 1 -> 2 waits for 0 -> 2, and 1 -> 3 behind it
-    result = play(toy([1, 2, 1, 1], wires, [0, 1, 2, 3], links=links))
+    result = play(toy([1, 2, 1, 1], wires, [0, 1, 2, 3], links=links, contention="fifo"))
     assert windows(result) == [(1.0, 5.0), (5.0, 6.0), (6.0, 7.0)]
 
 
@@ -130,13 +130,13 @@ def test_a_port_serves_in_plan_order_and_fifo_in_order_of_request(play):
 
 def test_fifo_serves_the_earlier_request_first_even_if_its_id_is_greater(play):
     wires = [(0, 1, [2]), (1, 10, [2]), (1, 1, [2])]
-    result = play(toy([5, 1, 1], wires, [0, 1, 2], links=STAR))
+    result = play(toy([5, 1, 1], wires, [0, 1, 2], links=STAR, contention="fifo"))
     assert windows(result) == [(12.0, 13.0), (1.0, 11.0), (11.0, 12.0)]
 
 
 def test_equal_requests_are_served_by_transfer_id(play):
     wires = [(0, 3, [2]), (1, 1, [2])]
-    result = play(toy([1, 1, 1], wires, [0, 1, 2], links=STAR))
+    result = play(toy([1, 1, 1], wires, [0, 1, 2], links=STAR, contention="fifo"))
     assert windows(result) == [(1.0, 4.0), (4.0, 5.0)]
 
 

@@ -3,14 +3,32 @@
 from simcore.kernel.compiled import keyed_cache
 
 with keyed_cache():
-    from simcore.kernel.batch import Plans, run_events, run_lanes, run_sweep
+    from simcore.kernel.batch import Plans, run_events, run_fluid, run_lanes, run_sweep
     from simcore.kernel.lanes import MAX_LANE_DEVICES, make_lanes
+    from simcore.kernel.pipelines import (
+        RULE,
+        SIZES,
+        SPELL,
+        STAGE_COST,
+        STAGE_SIZE,
+        TASK,
+        StageBatch,
+        Template,
+        flow_pipelines,
+        play_pipelines,
+        sweep_pipelines,
+    )
     from simcore.kernel.records import (
         CASE,
+        COLLECTIVE,
         COST,
+        LIMIT,
+        LOAD,
         NONE,
         OP,
+        P2P,
         PAIR,
+        SLOW,
         SPAN,
         TENSOR,
         TOUCH,
@@ -31,12 +49,23 @@ with keyed_cache():
 
 __all__ = [
     "CASE",
+    "COLLECTIVE",
     "COST",
+    "LIMIT",
+    "LOAD",
     "MAX_LANE_DEVICES",
     "NONE",
     "OP",
+    "P2P",
     "PAIR",
+    "RULE",
+    "SIZES",
+    "SLOW",
     "SPAN",
+    "SPELL",
+    "STAGE_COST",
+    "STAGE_SIZE",
+    "TASK",
     "TENSOR",
     "TOUCH",
     "Contention",
@@ -48,13 +77,19 @@ __all__ = [
     "Plans",
     "Records",
     "Scratch",
+    "StageBatch",
     "Status",
     "Tables",
+    "Template",
+    "flow_pipelines",
     "make_lanes",
     "make_outcome",
     "make_records",
     "make_scratch",
+    "play_pipelines",
     "run_events",
+    "run_fluid",
     "run_lanes",
     "run_sweep",
+    "sweep_pipelines",
 ]

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.kernel.compiled import compiled
+from simcore.kernel.compiled import compiled, compiled_apart
 from simcore.kernel.lane_memory import walk_lanes
 from simcore.kernel.lanes import LANES, LaneScratch, load_lanes, sweep_lanes
-from simcore.kernel.loop import play
-from simcore.kernel.lowering import list_ops, make_transfers
+from simcore.kernel.lowering import list_ops, make_transfers, note_messages
 from simcore.kernel.memory import walk_by_program, walk_by_start
+from simcore.kernel.play import play, play_fluid
 from simcore.kernel.records import NONE, Count, Mode, Order, Outcome, Scratch, Status, Tables
 from simcore.kernel.sweep import sweep
 
@@ -33,7 +33,7 @@ def _write(tables: Tables, plans: Plans, s: Scratch, plan: int, step_time: float
     out.status[plan] = _OK
     out.culprit[plan] = NONE
     out.step_time[plan] = step_time
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         out.allocated[plan, device] = s.devices[device].peak
         out.used[plan, device] = s.devices[device + 1].slot > s.devices[device].slot
 
@@ -45,15 +45,15 @@ def _refuse(tables: Tables, plans: Plans, plan: int, status: int, culprit: int) 
     out.status[plan] = status
     out.culprit[plan] = culprit
     out.step_time[plan] = np.inf
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         out.allocated[plan, device] = 0
         out.used[plan, device] = False
 
 
-@compiled
-def _sweep_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, plan: int) -> None:
-    """Runs one placement by the sweep."""
-    status, culprit = list_ops(tables, plans.placements[plan], s)
+@compiled_apart
+def sweep_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, plan: int) -> None:
+    """Sweeps the placement of a row and writes the outcome of a plan."""
+    status, culprit = list_ops(tables, plans.placements[row], s)
     step_time = np.inf
     if status == _OK:
         status, culprit, step_time = sweep(tables, mode, s)
@@ -76,12 +76,12 @@ def _sweep_lanes(
     for lane in range(LANES):
         plan = first + lane
         if lanes.broken[lane] == 1 or lanes.latest[lane] == np.inf:
-            _sweep_one(tables, mode, plans, s, plan)
+            sweep_one(tables, mode, plans, s, plan, plan)
             continue
         out.status[plan] = _OK
         out.culprit[plan] = NONE
         out.step_time[plan] = lanes.latest[lane]
-        for device in range(tables.cost.shape[1]):
+        for device in range(tables.columns.shape[0]):
             out.allocated[plan, device] = lanes.peak[device, lane]
             out.used[plan, device] = lanes.used[device, lane] == 1
 
@@ -90,31 +90,67 @@ def _sweep_lanes(
 
 
 @compiled
+def _lower(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, plan: int) -> bool:
+    """Lowers a placement for the event loop; False if it breaks a rule."""
+    status, culprit = list_ops(tables, plans.placements[row], s)
+    if status == _OK:
+        status, culprit = make_transfers(tables, mode, s)
+    if status != _OK:
+        _refuse(tables, plans, plan, status, culprit)
+        return False
+    if mode.messages == 1:
+        note_messages(tables, mode, s)
+    return True
+
+
+@compiled
+def _measure(
+    tables: Tables, mode: Mode, plans: Plans, s: Scratch, plan: int, step_time: float
+) -> None:
+    """Walks the memory of a placement that was played and writes its outcome."""
+    if s.counts[_FINISHED] < tables.cost.shape[0]:
+        _refuse(tables, plans, plan, _DEADLOCK, NONE)
+        return
+    if mode.order == _READY:
+        walk_by_start(tables, s)
+    else:
+        walk_by_program(tables, s)
+    _write(tables, plans, s, plan, step_time)
+
+
+@compiled_apart
+def play_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, plan: int) -> None:
+    """Plays the placement of a row by events and writes the outcome of a plan."""
+    if _lower(tables, mode, plans, s, row, plan):
+        _measure(tables, mode, plans, s, plan, play(tables, mode, s))
+
+
+@compiled_apart
+def flow_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, plan: int) -> None:
+    """Plays it where rates change."""
+    if _lower(tables, mode, plans, s, row, plan):
+        _measure(tables, mode, plans, s, plan, play_fluid(tables, mode, s))
+
+
+@compiled
 def run_events(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
     """Plays the placements begin to end of a batch by events and writes their outcome."""
     for plan in range(begin, end):
-        status, culprit = list_ops(tables, plans.placements[plan], s)
-        if status == _OK:
-            status, culprit = make_transfers(tables, mode, s)
-        if status != _OK:
-            _refuse(tables, plans, plan, status, culprit)
-            continue
-        step_time = play(tables, mode, s)
-        if s.counts[_FINISHED] < tables.cost.shape[0]:
-            _refuse(tables, plans, plan, _DEADLOCK, NONE)
-            continue
-        if mode.order == _READY:
-            walk_by_start(tables, s)
-        else:
-            walk_by_program(tables, s)
-        _write(tables, plans, s, plan, step_time)
+        play_one(tables, mode, plans, s, plan, plan)
+
+
+@compiled
+def run_fluid(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
+    """Plays them by events where rates change."""
+    for plan in range(begin, end):
+        flow_one(tables, mode, plans, s, plan, plan)
 
 
 @compiled
 def run_sweep(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
     """Sweeps the placements begin to end of a batch one by one and writes their outcome."""
     for plan in range(begin, end):
-        _sweep_one(tables, mode, plans, s, plan)
+        sweep_one(tables, mode, plans, s, plan, plan)
 
 
 @compiled
@@ -133,4 +169,4 @@ def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch
         _sweep_lanes(tables, mode, plans, s, lanes, plan)
         plan += LANES
     for rest in range(plan, end):
-        _sweep_one(tables, mode, plans, s, rest)
+        sweep_one(tables, mode, plans, s, rest, rest)

@@ -33,6 +33,11 @@ def compiled(function: Function) -> Function:
     return cast(Function, numba.njit(**_OPTIONS)(function))
 
 
+def compiled_apart(function: Function) -> Function:
+    """Compiles a large function once for all its callers, which call it instead of inlining it."""
+    return cast(Function, numba.njit(**_OPTIONS | {"forceinline": False})(function))
+
+
 _HERE = Path(__file__).parent
 
 

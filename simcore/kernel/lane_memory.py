@@ -74,7 +74,7 @@ def _add_cases(tables: Tables, s: LaneScratch, op: int, begin: int, end: int) ->
 def walk_lanes(tables: Tables, s: LaneScratch) -> None:
     """Leaves peak bytes per device and lane in `peak`."""
     _hold(tables, s)
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         for lane in range(LANES):
             s.peak[device, lane] = s.current[device, lane]
     has_uneven = tables.uneven.shape[0] > 0

@@ -46,7 +46,7 @@ class LaneScratch(NamedTuple):
 
 def make_lanes(tables: Tables) -> LaneScratch:
     """Allocates working memory for one thread."""
-    num_ops, num_devices = tables.cost.shape
+    num_ops, num_devices = len(tables.cost), len(tables.columns)
     shapes = {"op": (num_ops, LANES), "dev": (num_devices, LANES), "lane": (LANES,)}
     return LaneScratch(**{
         name: np.zeros(shapes[axis], dtype) for name, (axis, dtype) in _FIELDS.items()
@@ -66,7 +66,7 @@ _FIELDS: dict[str, tuple[str, type]] = {
 @compiled
 def load_lanes(tables: Tables, placements: np.ndarray, begin: int, s: LaneScratch) -> None:
     """Copies placements[begin : begin + LANES] into lanes and marks those that break a rule."""
-    num_devices = tables.cost.shape[1]
+    num_devices = tables.columns.shape[0]
     s.used[:] = 0
     s.broken[:] = 0
     for op in range(tables.cost.shape[0]):
@@ -76,7 +76,7 @@ def load_lanes(tables: Tables, placements: np.ndarray, begin: int, s: LaneScratc
             device = given if 0 <= given < num_devices else 0
             s.place[op, lane] = device
             s.used[device, lane] = 1
-            runs = tables.cost[op, device].duration < np.inf
+            runs = tables.cost[op, tables.columns[device]].duration < np.inf
             legal = runs and device == given and s.place[leader, lane] == device
             s.broken[lane] |= 0 if legal else 1
 
@@ -100,7 +100,7 @@ def _want(tables: Tables, s: LaneScratch, tensor: int, op: int) -> int:
 @compiled
 def _send_freely(tables: Tables, s: LaneScratch, tensor: int, op: int) -> None:
     """Lets the readers of a tensor wait for a transfer that holds nothing."""
-    num_devices = tables.cost.shape[1]
+    num_devices = tables.columns.shape[0]
     num_bytes = tables.tensors[tensor].num_bytes
     for use in range(tables.tensors[tensor].first_reader, tables.tensors[tensor + 1].first_reader):
         reader = tables.readers[use]
@@ -116,7 +116,7 @@ def _send_freely(tables: Tables, s: LaneScratch, tensor: int, op: int) -> None:
 @compiled
 def _send_through_port(tables: Tables, s: LaneScratch, tensor: int, op: int, target: int) -> None:
     """Sends a tensor to one device through the sender's port, in the lanes where it lacks it."""
-    num_devices = tables.cost.shape[1]
+    num_devices = tables.columns.shape[0]
     num_bytes = tables.tensors[tensor].num_bytes
     for lane in range(LANES):
         source = s.place[op, lane]
@@ -145,14 +145,16 @@ def _run_op(tables: Tables, mode: Mode, s: LaneScratch, op: int) -> None:
     """Runs one op in every lane; its end is left in the scratch."""
     for lane in range(LANES):
         device = s.place[op, lane]
-        cost = tables.cost[op, device]
+        cost = tables.cost[op, tables.columns[device]]
         host = device * mode.host  # Host.ONE is 0, Host.PER_RANK 1
         issue = s.host[host, lane] + cost.launch
         free, arrival, latest = s.free[device, lane], s.arrival[op, lane], s.latest[lane]
         start = free if free > arrival else arrival
         end = (start if start > issue else issue) + cost.duration
         s.free[device, lane] = end
-        s.host[host, lane] = end if cost.sync == 1 else issue
+        issued = issue + cost.trail
+        waited = end if end > issued else issued
+        s.host[host, lane] = waited if cost.sync == 1 else issued
         s.end[lane] = end
         s.latest[lane] = end if end > latest else latest
 
@@ -178,7 +180,7 @@ def sweep_lanes(tables: Tables, mode: Mode, s: LaneScratch) -> None:
             every = _want(tables, s, tensor, op)
             if every == 0:
                 continue
-            for target in range(tables.cost.shape[1]):
+            for target in range(tables.columns.shape[0]):
                 if (every >> target) & 1 == 1:
                     _send_through_port(tables, s, tensor, op, target)
             _deliver(tables, s, tensor, op)

@@ -14,7 +14,7 @@ def _earlier(s: Scratch, a: int, b: int) -> bool:
 @compiled
 def _hold_persistent(tables: Tables, s: Scratch) -> None:
     """Counts parameters and buffers once on each device that uses them, and resident bytes."""
-    num_devices = tables.cost.shape[1]
+    num_devices = tables.columns.shape[0]
     for device in range(num_devices):
         s.devices[device].current = 0
         s.devices[device].stamp = NONE
@@ -25,7 +25,8 @@ def _hold_persistent(tables: Tables, s: Scratch) -> None:
                 s.devices[device].stamp = held
                 s.devices[device].current += tables.held_bytes[held]
     for op in range(tables.cost.shape[0]):
-        s.devices[s.ops[op].place].current += tables.ops[op].resident
+        if s.ops[op].place != NONE:
+            s.devices[s.ops[op].place].current += tables.ops[op].resident
     for device in range(num_devices):
         s.devices[device].peak = s.devices[device].current
 
@@ -36,7 +37,7 @@ def _place_by_start(tables: Tables, s: Scratch) -> None:
     for op in range(tables.cost.shape[0]):
         s.slots[op].allocate = 0
         s.slots[op].release = 0
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         s.devices[device].stamp = NONE
     for storage in range(tables.first_touch.shape[0] - 1):
         num_devices = 0
@@ -66,7 +67,7 @@ def _place_by_program(tables: Tables, s: Scratch) -> None:
     for op in range(tables.cost.shape[0]):
         s.slots[op].allocate = tables.ops[op].allocate
         s.slots[op].release = tables.ops[op].release
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         s.devices[device].stamp = NONE
     for shared in range(tables.first_span.shape[0] - 1):
         num_devices = 0
@@ -111,7 +112,8 @@ def walk_by_program(tables: Tables, s: Scratch) -> None:
     _hold_persistent(tables, s)
     _place_by_program(tables, s)
     for op in range(tables.cost.shape[0]):
-        _step(tables, s, s.ops[op].place, op)
+        if s.ops[op].place != NONE:
+            _step(tables, s, s.ops[op].place, op)
 
 
 @compiled
@@ -119,7 +121,7 @@ def walk_by_start(tables: Tables, s: Scratch) -> None:
     """Leaves the same for ops issued in the order of their start."""
     _hold_persistent(tables, s)
     _place_by_start(tables, s)
-    for device in range(tables.cost.shape[1]):
+    for device in range(tables.columns.shape[0]):
         base = s.devices[device].slot
         for index in range(s.devices[device].num_executed):
             _step(tables, s, device, s.slots[base + index].executed)
