@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from simcore.cluster import Cluster
 from simcore.plan import Settings
 
-FULL = "fifo"
+FULL = "fair"
 _TRAIN_ON = {
     "4xP100-PCIe": "ordered",
     "4xV100-NVLink": "none",

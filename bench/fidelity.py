@@ -1,7 +1,7 @@
 """Which contention discipline is good enough to train on: ``python -m bench.fidelity``.
 
 Per cluster preset, placements of several models are simulated under every discipline and compared
-with the fullest one (`fifo`): Spearman rank correlation, and the regret of the best plan in the
+with the fullest one (`fair`): Spearman rank correlation, and the regret of the best plan in the
 cheap discipline's top decile once it is re-simulated at full fidelity (finalists always are). The
 placements are random ones, planners' ones and the walk of an annealer, a third each.
 """
@@ -27,8 +27,8 @@ from simcore import Cluster, Job, OpGraph, Problem, Settings, simulate_batch
 from simcore.cluster import presets
 from simcore.sources import load_graph
 
-FULL = "fifo"
-CHEAP = ("none", "port", "ordered")
+FULL = "fair"
+CHEAP = ("none", "port", "ordered", "fifo")
 MODELS = ("gnmt-4", "inception-v3", "multi-modal")
 MIN_SPEARMAN, MAX_REGRET = 0.95, 0.01
 RESULTS = Path(__file__).parent / "results" / "fidelity.json"

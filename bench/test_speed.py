@@ -4,6 +4,7 @@ Groups: *frequent* calls, *targeted* behaviours, *whole* jobs. `bench.regress` r
 compares every time with the yardstick of the same run.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from bench.graphs import layered_dag, random_placements
-from bench.rewards import mesh
+from bench.rewards import mesh, star
 from bench.yardstick import measure
-from simcore import Job, OpGraph, Plan, Problem, Settings, simulate, simulate_batch
+from simcore import Cluster, Job, OpGraph, Plan, Problem, Settings, simulate, simulate_batch
 from simcore.kernel import Engine
 
 COUNT = 100_000  # push-pops of one yardstick round
@@ -63,6 +64,17 @@ def test_simulate_one_plan(benchmark: Any, graph: OpGraph) -> None:
 def test_event_loop(benchmark: Any, graph: OpGraph, order: str, contention: str) -> None:
     """Times the event loop under every discipline, one thread."""
     problem = problem_of(graph, Engine.EVENTS, order=order, contention=contention)
+    run_batch(benchmark, problem)
+
+
+@pytest.mark.benchmark(group="targeted")
+@pytest.mark.parametrize("order", ["program", "ready"])
+@pytest.mark.parametrize("topology", [mesh, star])
+def test_fair(
+    benchmark: Any, graph: OpGraph, topology: Callable[[int], Cluster], order: str
+) -> None:
+    """Times the event loop where channels are shared, one thread."""
+    problem = Problem.build(graph, topology(DEVICES), Job(), Settings(order=order))
     run_batch(benchmark, problem)
 
 

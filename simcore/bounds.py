@@ -1,12 +1,18 @@
 """Lower bounds on the step time of every plan in a plan space."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
-from simcore.graph import OpGraph
-from simcore.lower import Problem
+from simcore.collectives import make_collective
+from simcore.cost import cost_table
+from simcore.graph import OpClass, OpGraph
+from simcore.job import Job
+from simcore.lower import Problem, batch_per_copy
 from simcore.plan import Plan, Settings
+from simcore.program import gradients_of
 from simcore.result import Result
 
 DUAL_STEPS = 200
@@ -29,7 +35,8 @@ def placement_bound(problem: Problem, allowed: NDArray[np.bool_] | None = None) 
         return np.inf
     bounds = [critical_path_bound(problem, allowed), work_bound(problem, allowed)]
     if problem.settings.host == "one":
-        launch = np.where(allowed[problem.graph.unit], problem.tables.cost["launch"], np.inf)
+        launch = problem.tables.cost["launch"][:, problem.tables.columns]
+        launch = np.where(allowed[problem.graph.unit], launch, np.inf)
         bounds.append(float(launch.min(axis=1).sum()) * (1.0 - ROUNDING))
     return max(bounds)
 
@@ -37,7 +44,7 @@ def placement_bound(problem: Problem, allowed: NDArray[np.bool_] | None = None) 
 def critical_path_bound(problem: Problem, allowed: NDArray[np.bool_]) -> float:
     """Returns the longest path with every op on the fastest device its unit may use, in s."""
     graph = problem.graph
-    duration = np.where(allowed[graph.unit], problem.tables.cost["duration"], np.inf).min(axis=1)
+    duration = np.where(allowed[graph.unit], problem.seconds, np.inf).min(axis=1)
     producers, consumers, _ = graph.edges()
     order = np.argsort(consumers, kind="stable")
     ready = np.zeros(graph.num_ops)
@@ -59,7 +66,7 @@ def work_bound(problem: Problem, allowed: NDArray[np.bool_]) -> float:
     """
     graph, num_devices = problem.graph, len(problem.cluster.devices)
     work = np.zeros((graph.num_units, num_devices))
-    np.add.at(work, graph.unit, problem.tables.cost["duration"])
+    np.add.at(work, graph.unit, problem.seconds)
     work = np.where(allowed, work, np.inf)
     columns, group = np.unique(work, axis=1, return_inverse=True)
     count = np.bincount(group.ravel(), minlength=columns.shape[1]).astype(float)
@@ -96,8 +103,48 @@ def plan_bound(
     """
     if plan.predicted is not None and settings == plan.settings:
         bound = plan.predicted.lower_bound_s
+    elif plan.is_pipeline:
+        bound = max(use.busy for use in result.devices)
     elif plan.stages[0].mesh is not None:
-        bound = max(use.busy for use in result.devices) + result.collective_time
+        devices = [cluster.device_index(name) for name in plan.stages[0].devices]
+        bound = copies_bound(graph, cluster, plan.job, devices, settings)
     else:
         bound = placement_bound(Problem.build(graph, cluster, plan.job, settings))
     return min(bound, result.step_time)
+
+
+def copies_bound(
+    graph: OpGraph, cluster: Cluster, job: Job, devices: Sequence[int], settings: Settings
+) -> float:
+    """Returns seconds that copies of the model on these devices cannot beat, in any buckets.
+
+    Every device computes its share. No gradient is summed before the first is made, all must be
+    summed, and the last one after it is made; its update comes after that.
+
+    Args:
+        graph: one copy.
+        cluster: the cluster.
+        job: the job; its batch is divided among the copies.
+        devices: device indices, one a copy.
+        settings: how plans are simulated.
+    """
+    batch = batch_per_copy(graph, job, len(devices))
+    names = [cluster.devices[device].kind for device in devices]
+    kinds = list(dict.fromkeys(names))
+    table = cost_table(graph, job, kinds, (batch,))
+    seconds = table.seconds[:, [kinds.index(name) for name in names], 0]  # [op, copy]
+    bounds = [float(seconds.sum(axis=0).max(initial=0.0))]
+    gradients = gradients_of(graph)
+    if settings.order == "program" and len(devices) > 1 and len(gradients):
+        made = np.cumsum(seconds, axis=0)[graph.tensor_producer[gradients]].max(axis=1)
+        sizes = graph.at_batch(batch).tensor_bytes
+        sums = [
+            make_collective("all_reduce", int(size), cluster, devices).idle_time
+            for size in (sizes[gradients].sum(), sizes[gradients[-1]])
+        ]
+        first = graph.first_consumer[gradients[-1]]
+        readers = graph.consumers[first : graph.first_consumer[gradients[-1] + 1]]
+        updates = readers[graph.op_class[readers] == OpClass.UPDATE]
+        bounds.append(float(made[0]) + sums[0])
+        bounds.append(float(made[-1]) + sums[1] + float(seconds[updates].max()))
+    return max(bounds) * (1.0 - ROUNDING)

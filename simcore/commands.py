@@ -306,7 +306,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     record = plan_record(graph, cluster, plan.job, plan, result, bound)
     record["trace"] = None if args.trace is None else str(args.trace)
     if args.trace is not None:
-        write_trace(args.trace, graph, cluster, result)
+        write_trace(args.trace, cluster, result)
         note(f"wrote {args.trace}")
     status = OK if result.feasible else FAILED
     return Answer(data=record, show=lambda: _show_plan(record), status=status)

@@ -16,8 +16,12 @@ _SETTINGS = {
     "order": ("program", "ready"),
     "host": ("one", "per_rank"),
     "launch": ("eager", "graph"),
-    "contention": ("none", "port", "ordered", "fifo"),
+    "p2p": ("copy", "inline", "rendezvous"),
+    "contention": ("none", "port", "ordered", "fifo", "fair"),
+    "slow_down": ("on", "off"),
 }
+
+LIKE = ("placeto",)  # keys of simcore.plan.LIKE, which is heavy to import
 
 MODEL_HELP = (
     "a model by name (placewright graph --list shows them), a factory of your own "
@@ -67,10 +71,17 @@ def job_changes(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_settings_options(
     parser: argparse.ArgumentParser,
-    description: str = "Defaults: --order program --host one --launch eager --contention fifo.",
+    description: str = "Defaults: --order program --host one --launch eager --p2p copy "
+    "--contention fair --slow-down on.",
 ) -> None:
     """Adds the options of how plans are simulated; `settings_of` reads them."""
     group = parser.add_argument_group("simulation", description)
+    group.add_argument(
+        "--like",
+        choices=LIKE,
+        help="as another simulator does it, but for the options given beside it. placeto: --order "
+        "ready --launch graph --contention fifo --slow-down off",
+    )
     group.add_argument(
         "--order",
         choices=_SETTINGS["order"],
@@ -91,18 +102,37 @@ def add_settings_options(
     group.add_argument(
         "--contention",
         choices=_SETTINGS["contention"],
-        help="what transfers wait for. fifo: every channel of their route, first come, first "
-        "served; ordered: every channel, in the order of the plan; port: the sender's port, in "
-        "the order of the plan; none: nothing",
+        help="what transfers wait for. fair: nothing but a copy engine, and they share channels "
+        "max-min fair; fifo: every channel of their route, first come, first served; ordered: "
+        "every channel, in the order of the plan; port: the sender's port, in the order of the "
+        "plan; none: nothing",
+    )
+    group.add_argument(
+        "--p2p",
+        choices=_SETTINGS["p2p"],
+        help="copy: transfers run on a stream of their own; inline: on the compute streams of both "
+        "devices, just before their first reader (tensor.to(device)); rendezvous: once the "
+        "receiver has come to their first reader (send and receive)",
+    )
+    group.add_argument(
+        "--slow-down",
+        choices=_SETTINGS["slow_down"],
+        help="whether compute and communication slow each other, by the factors of the hardware "
+        "profiles",
     )
 
 
 def settings_of(args: argparse.Namespace, base: Settings | None = None) -> Settings:
     """Returns the settings that the command line asks for, the others as in `base`."""
+    from simcore.plan import LIKE as ALIKE
     from simcore.plan import Settings
 
+    if args.like is not None:
+        base = ALIKE[args.like]
     given = {name: getattr(args, name) for name in _SETTINGS}
     changes = {name: value for name, value in given.items() if value is not None}
+    if "slow_down" in changes:
+        changes["slow_down"] = changes["slow_down"] == "on"
     return replace(base or Settings(), **changes)
 
 

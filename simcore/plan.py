@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from simcore.atomic import write_whole
 from simcore.cluster import Cluster
+from simcore.collectives import ALGORITHMS
 from simcore.errors import JobError, PlanError
 from simcore.graph import OpGraph
 from simcore.job import Job
 
 FORMAT = "placewright-plan/1"
+NO_SCHEDULE = "none"
+CUSTOM = "custom"  # a schedule whose action lists are in the plan
 MAX_FILE_BYTES = 2**30
 MAX_NUMBER = 2**62  # of bytes reserved and priorities; keeps sums inside int64
 
@@ -27,22 +30,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         order: ``program`` (a CUDA stream) or ``ready`` (a dataflow executor).
         host: ``one`` process drives all devices, or one ``per_rank``.
         launch: ``eager`` pays the launch overhead per kernel, ``graph`` does not.
-        p2p: ``copy``: transfers run on a side stream.
+        p2p: ``copy``: transfers run on a side stream; ``inline``: they occupy the compute streams
+            of both devices, just before their first reader; ``rendezvous``: they start once the
+            receiver's stream has come to their first reader. The last two need ``program`` order.
         contention: ``none`` (transfers hold nothing), ``port`` (the sender's port, in plan order),
-            ``ordered`` (every channel, in plan order) or ``fifo`` (every channel, by request).
-        granularity: ``op``: everything op by op.
+            ``ordered`` (every channel, in plan order), ``fifo`` (every channel, by request) or
+            ``fair`` (channels are shared, max-min fair).
+        slow_down: whether compute and communication slow each other as the profiles say.
+        granularity: of pipelines; ``task``: each phase of a stage is one task; ``op``: op by op.
     """
 
     order: Literal["program", "ready"] = "program"
     host: Literal["one", "per_rank"] = "one"
     launch: Literal["eager", "graph"] = "eager"
-    p2p: Literal["copy"] = "copy"
-    contention: Literal["none", "port", "ordered", "fifo"] = "fifo"
-    granularity: Literal["op"] = "op"
+    p2p: Literal["copy", "inline", "rendezvous"] = "copy"
+    contention: Literal["none", "port", "ordered", "fifo", "fair"] = "fair"
+    slow_down: bool = True
+    granularity: Literal["task", "op"] = "task"
 
 
 ONE_HOST = Settings()
 RANK_HOSTS = Settings(host="per_rank")
+LIKE = {  # what other simulators do, to compare with what was found or trained on them
+    # aravic/generalizable-device-placement: devices take ops as they become ready, a sender sends
+    # one tensor at a time, and hosts take no time. There are no links: on a cluster with a wire for
+    # each pair of devices times are the same, but that there one send serves all devices that read
+    # a tensor, and here each gets its own.
+    "placeto": Settings(order="ready", launch="graph", contention="fifo", slow_down=False),
+}
 
 
 class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,18 +69,23 @@ class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ops that one ordered device list executes; in this version a stage holds all ops.
+    """Ops that one ordered device list executes.
 
     Attributes:
-        devices: device names, in order.
+        devices: device names, in order; stages with the same list share a pipeline rank.
+        ops: placement units (their first ops' names); none = all ops, of the only stage.
         mesh: named axes over the list, for example ``{"dp": 4}``; excludes a placement.
-        placement: placement unit (its first op's name) -> device name.
+        placement: placement unit -> device name; only where there is one stage.
+        recompute: what the backward computes again instead of keeping it: nothing, the attention
+            core of each block, or all of each block but its inputs.
     """
 
     devices: tuple[str, ...]
     name: str = "stage0"
+    ops: tuple[str, ...] = ()
     mesh: dict[str, int] | None = None
     placement: dict[str, str] | None = None
+    recompute: Literal["none", "selective", "full"] = "none"
 
 
 class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +107,23 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     profiles: dict[str, str] = {}  # device kind -> hash of its hardware profile
 
 
+class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How gradients are put together before copies of the model sum them.
+
+    Attributes:
+        num_bytes: a bucket is closed once it has as many; 0 = one bucket, after the backward.
+        as_views: gradients live in the buckets; otherwise each bucket is a copy of them.
+        algorithm: of the all-reduce; ``auto`` = the fastest on an idle network.
+    """
+
+    num_bytes: int = 25 * 2**20  # what torch's DistributedDataParallel takes
+    as_views: bool = False
+    algorithm: str = "auto"
+
+
+DEFAULT_BUCKETS = Buckets()
+
+
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who found the plan, and with what effort."""
 
@@ -106,7 +143,14 @@ class _Tag(msgspec.Struct):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A plan and where it belongs."""
+    """A plan and where it belongs.
+
+    A plan with several stages, several microbatches or a sharded optimizer is a pipeline; it has a
+    schedule by name, or ``custom`` and the actions of every rank (``2F0``: stage, phase,
+    microbatch). `optimizer_sharding` is ZeRO's stage: copies of a stage share the optimizer state
+    (1), and the gradients (2), and the parameters (3). `semantics` names what changes the
+    mathematics of the training step.
+    """
 
     graph: Ref
     job: Job
@@ -116,8 +160,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     job_name: str = ""
     job_hash: str = ""  # "" = not stated
     microbatches: int = 1
-    schedule: str = "none"
+    schedule: str = NO_SCHEDULE
+    actions: tuple[tuple[str, ...], ...] = ()
+    optimizer_sharding: int = 0
     priorities: tuple[int, ...] = ()
+    buckets: Buckets = DEFAULT_BUCKETS
     settings: Settings = ONE_HOST
     constraints: Constraints = Constraints()
     predicted: Predicted | None = None
@@ -189,6 +236,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     @property
+    def is_pipeline(self) -> bool:
+        """Whether the plan has stages or microbatches that a schedule puts in order."""
+        return len(self.stages) > 1 or self.schedule != NO_SCHEDULE
+
+    @property
     def data_parallel_degree(self) -> int:
         """Number of data-parallel copies, 1 where the plan is a placement."""
         return (self.stages[0].mesh or {}).get("dp", 1)
@@ -205,27 +257,42 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 found.append(f"plan is for {what} {name!r} ({mine}), not for this one ({other})")
         if self.job_hash not in ("", self.job.content_hash()):
             found.append(f"plan was made for another job ({self.job_hash}) than the one it states")
-        if len(self.stages) != 1:
-            found.append(f"plan has {len(self.stages)} stages; this version runs one")
-            return found
-        for field, value, only in (
-            ("microbatches", self.microbatches, 1),
-            ("schedule", self.schedule, "none"),
-            ("semantics", self.semantics, ()),
-        ):
-            if value != only:
-                found.append(f"plan has {field} {value!r}; this version runs {only!r} only")
+        found += self._validate_schedule()
         if self.priorities and len(self.priorities) != graph.num_ops:
             found.append(f"plan has {len(self.priorities)} priorities for {graph.num_ops} ops")
         if any(abs(priority) > MAX_NUMBER for priority in self.priorities):
             found.append("plan has a priority beyond 2**62")
+        if not 0 <= self.buckets.num_bytes <= MAX_NUMBER:
+            found.append(f"plan has buckets of {self.buckets.num_bytes} bytes")
+        if self.buckets.algorithm not in {"auto", *ALGORITHMS["all_reduce"]}:
+            found.append(f"plan has no all-reduce by {self.buckets.algorithm!r}")
         reserve = self.constraints.reserve_memory_bytes
         if not 0 <= reserve <= MAX_NUMBER:
             found.append(f"plan has reserve_memory_bytes {reserve}; it must be between 0 and 2**62")
-        return found + self._validate_stage(graph, cluster)
+        if not self.stages:
+            found.append("plan has no stages")
+        for stage in self.stages:
+            found += self._validate_stage(stage, graph, cluster)
+        return found
 
-    def _validate_stage(self, graph: OpGraph, cluster: Cluster) -> list[str]:
-        stage = self.stages[0]
+    def _validate_schedule(self) -> list[str]:
+        found = []
+        if not self.is_pipeline:
+            if self.microbatches != 1 or self.optimizer_sharding:
+                found.append("plan has microbatches or a sharded optimizer, but no schedule")
+        elif self.schedule == NO_SCHEDULE:
+            found.append(f"plan has {len(self.stages)} stages, but no schedule")
+        if self.microbatches < 1:
+            found.append(f"plan has {self.microbatches} microbatches")
+        if not 0 <= self.optimizer_sharding <= 3:
+            found.append(f"plan has optimizer_sharding {self.optimizer_sharding}; it is 0 to 3")
+        if (self.schedule == CUSTOM) != bool(self.actions):
+            found.append("plan has actions if, and only if, its schedule is 'custom'")
+        names = [stage.name for stage in self.stages]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return found + [f"two stages are named {name!r}" for name in twice]
+
+    def _validate_stage(self, stage: Stage, graph: OpGraph, cluster: Cluster) -> list[str]:
         names = {device.name for device in cluster.devices}
         found = [f"stage {stage.name!r}: no device {d!r}" for d in stage.devices if d not in names]
         found += [
@@ -237,7 +304,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             found.append(f"stage {stage.name!r}: lists no devices")
         if len(set(stage.devices)) != len(stage.devices):
             found.append(f"stage {stage.name!r}: a device is listed twice")
-        if (stage.mesh is None) == (stage.placement is None):
+        if self.is_pipeline and stage.placement is not None:
+            found.append(f"stage {stage.name!r}: a stage of a pipeline has a mesh, no placement")
+        elif (stage.mesh is None) == (stage.placement is None):
             found.append(f"stage {stage.name!r}: needs either a mesh or a placement")
         if stage.mesh is not None and stage.mesh != {"dp": len(stage.devices)}:
             found.append(

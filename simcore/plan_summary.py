@@ -10,6 +10,7 @@ from rich.text import Text
 from simcore.cluster import Cluster
 from simcore.graph import OpGraph
 from simcore.job import Job
+from simcore.pipeline_summary import explain_pipeline, short_module, stage_rows
 from simcore.plan import Plan
 from simcore.profile import load_profile
 from simcore.result import DeviceUse, Result
@@ -72,6 +73,8 @@ def plan_record(
         "job": {"name": plan.job_name or describe_job(job), "hash": job.content_hash()},
         "cluster": {"name": cluster.name, "hash": cluster.content_hash()},
         "devices": [_device_row(use, result.step_time) for use in result.devices],
+        "stages": stage_rows(graph, plan, result) if plan.is_pipeline else [],
+        "semantics": list(plan.semantics),
         "explanation": explain(plan, result, baselines, notes),
     }
 
@@ -102,6 +105,8 @@ def explain(
             f"Does not fit: {worst.name} needs {format_bytes(worst.reserved)} and has "
             f"{format_bytes(worst.capacity)}."
         )
+    if plan.is_pipeline:
+        return explain_pipeline(plan, result, baselines, notes)
     if plan.stages[0].mesh is not None:
         return _explain_copies(plan, result, baselines, notes)
     used = [use for use in result.devices if use.num_ops]
@@ -116,18 +121,28 @@ def _explain_copies(
     baselines: Mapping[str, float | None],
     notes: Mapping[str, str],
 ) -> str:
-    count, share = plan.data_parallel_degree, 0.0
-    if result.step_time:
-        share = result.collective_time / result.step_time
+    exposed = max(use.communication for use in result.devices)
+    share = exposed / result.step_time if result.step_time else 0.0
     text = (
-        f"Each of {count} GPUs trains a copy of the model on {result.batch_per_copy} of "
-        f"{result.samples} samples; summing the gradients takes "
-        f"{format_seconds(result.collective_time)}, {share:.0%} of the step."
+        f"Each of {plan.data_parallel_degree} GPUs trains a copy of the model on "
+        f"{result.batch_per_copy} of {result.samples} samples; summing the gradients takes "
+        f"{format_seconds(result.collective_time)}, of which {format_seconds(exposed)} "
+        f"({share:.0%} of the step) are not hidden behind the backward.{_buckets(plan)}"
     )
     single = baselines.get("single_device")
     if single is not None and result.step_time:
         return f"{text} {single / result.step_time:.2f} times as fast as one GPU."
     return f"{text} One GPU alone {_cannot(notes)}."
+
+
+def _buckets(plan: Plan) -> str:
+    """Says what a training script has to set, where that is not the default."""
+    said = ""
+    if not plan.buckets.num_bytes:
+        said += " All are summed at once, after the backward."
+    if plan.buckets.as_views:
+        said += " They are views of their buckets (gradient_as_bucket_view=True)."
+    return said
 
 
 def _explain_one(plan: Plan, result: Result, used: DeviceUse) -> str:
@@ -199,7 +214,7 @@ def print_plan(console: Console, record: Row) -> None:
     """Prints a record of `plan_record` as one screen."""
     print_headline(console, record)
     console.print()
-    console.print(_device_table(record))
+    console.print(_stage_table(record) if record["stages"] else _device_table(record))
     console.print()
     console.print(_comparison_table(record))
     bound, gap = record["lower_bound_s"], record["gap"]
@@ -249,6 +264,29 @@ def _device_table(record: Row) -> Table:
             format_bytes(capacity),
             Text(full, style="red" if peak > capacity else ""),
         )
+    if idle:
+        table.caption = Text(f"idle: {', '.join(idle)}")
+        table.caption_justify = "left"
+    return table
+
+
+def _stage_table(record: Row) -> Table:
+    table = _table(
+        "stage", "modules", "devices", "busy", "peak memory", "capacity", "full", left=(1, 2)
+    )
+    for row in record["stages"]:
+        peak, capacity = row["peak_memory_bytes"], row["capacity_bytes"]
+        ends = dict.fromkeys(short_module(row[key]) for key in ("first_module", "last_module"))
+        table.add_row(
+            row["name"],
+            Text(" .. ".join(ends)),
+            ", ".join(row["devices"]),
+            f"{row['busy']:.0%}",
+            format_bytes(peak),
+            format_bytes(capacity),
+            Text(f"{peak / capacity:.0%}" if capacity else "-", style="red" * (peak > capacity)),
+        )
+    idle = [row["name"] for row in record["devices"] if not row["ops"]]
     if idle:
         table.caption = Text(f"idle: {', '.join(idle)}")
         table.caption_justify = "left"

@@ -3,6 +3,7 @@
 import os
 
 import msgspec
+import numpy as np
 
 from simcore.atomic import write_whole
 from simcore.cluster import Cluster
@@ -14,32 +15,42 @@ from simcore.units import US
 Event = dict[str, object]
 
 
-def chrome_trace(graph: OpGraph, cluster: Cluster, result: Result) -> list[Event]:
+def chrome_trace(cluster: Cluster, result: Result) -> list[Event]:
     """Returns trace events: process 0 holds the compute streams, process 1 the channels.
 
     Slices of one track never overlap: where concurrent transfers share a channel without
     contention, the channel gets further tracks. Arrows lead from a producer over the transfer to
     its first reader.
     """
-    run = result.run
+    graph, run = result.graph, result.run
     events: list[Event] = [_name("process_name", 0, 0, "compute")]
     events.append(_name("process_name", 1, 0, "channels"))
-    if run is None:
-        return events
     for device, spec in enumerate(cluster.devices):
         events.append(_name("thread_name", 0, device, f"{spec.name} ({spec.kind})"))
-    for op in range(graph.num_ops):
+    for op in np.flatnonzero(run.placement >= 0).tolist():
         args: Event = {"module": graph.op_modules[op], "phase": Phase(graph.phase[op]).name}
         place = (0, int(run.placement[op]))
         events.append(
             _slice(graph.op_names[op], place, float(run.start[op]), float(run.end[op]), args)
         )
     events += _transfer_events(graph, cluster, run)
-    if result.collective_time:
-        events.append(_name("process_name", 2, 0, "collectives"))
-        events.append(_name("thread_name", 2, 0, "ring"))
-        begin = result.step_time - result.collective_time
-        events.append(_slice("gradient all-reduce", (2, 0), begin, result.step_time, {}))
+    events += _collective_events(graph, run)
+    return events
+
+
+def _collective_events(graph: OpGraph, run: RawRun) -> list[Event]:
+    """Returns the collectives; those that overlap are on tracks of their own."""
+    moves = np.flatnonzero(run.placement < 0)
+    events: list[Event] = [_name("process_name", 2, 0, "collectives")] if len(moves) else []
+    free: list[float] = []  # by track, when it is free again
+    for op in moves[np.argsort(run.start[moves], kind="stable")].tolist():
+        start, end = float(run.start[op]), float(run.end[op])
+        track = next((i for i, time in enumerate(free) if time <= start), len(free))
+        if track == len(free):
+            events.append(_name("thread_name", 2, track, f"collectives ({track + 1})"))
+        free[track : track + 1] = [end]
+        args: Event = {"requested_us": float(run.request[op]) / US}
+        events.append(_slice(graph.op_names[op], (2, track), start, end, args))
     return events
 
 
@@ -107,9 +118,7 @@ def _about(what: str, pid: int, tid: int, args: dict[str, object]) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def write_trace(
-    path: str | os.PathLike[str], graph: OpGraph, cluster: Cluster, result: Result
-) -> None:
+def write_trace(path: str | os.PathLike[str], cluster: Cluster, result: Result) -> None:
     """Writes the trace file (JSON; control characters in names are escaped).
 
     Raises:
@@ -117,8 +126,8 @@ def write_trace(
     """
     document = {
         "displayTimeUnit": "ms",
-        "otherData": {"graph": graph.name, "cluster": cluster.name},
-        "traceEvents": chrome_trace(graph, cluster, result),
+        "otherData": {"graph": result.graph.name, "cluster": cluster.name},
+        "traceEvents": chrome_trace(cluster, result),
     }
     try:
         write_whole(path, msgspec.json.encode(document))

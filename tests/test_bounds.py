@@ -225,7 +225,7 @@ def test_the_work_bound_is_within_two_percent_of_its_linear_program(num_kinds, w
             may = rng.random((num_ops, num_kinds)) < 0.7
             may[may.sum(axis=1) == 0, 0] = True
             allowed = may[:, [KINDS.index(kind) for kind in kinds]]
-        work = np.where(allowed, problem.tables.cost["duration"], np.inf)
+        work = np.where(allowed, problem.seconds, np.inf)
         optimum = fractional_optimum(work)
         bound = work_bound(problem, allowed)
         assert bound <= optimum * (1 + 1e-9)

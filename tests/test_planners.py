@@ -16,7 +16,6 @@ from agents.planners.chain_split import (
     least_crossing,
 )
 from agents.planners.constraints import resolve_limits
-from agents.planners.data_parallel import best_ring
 from agents.planners.earliest import upward_ranks
 from agents.planners.exhaustive import Exhaustive
 from agents.planners.heft import Heft, schedule
@@ -560,19 +559,3 @@ def test_an_op_without_a_device_is_named() -> None:
     problem = Problem.build(graph, mesh(GPU, CPU), Job())
     with pytest.raises(PlanError, match="'x' can run on d0 only"):
         PlacementSpace.build(problem, exclude={0})
-
-
-# rings
-
-
-def test_the_ring_of_a_dgx_stays_on_nvlink() -> None:
-    cluster = Cluster.preset("8xV100-NVLink")
-    ring = best_ring(cluster, cluster.gpu_indices)
-    assert sorted(ring) == list(cluster.gpu_indices)
-    hops = zip(ring, [*ring[1:], ring[0]], strict=True)
-    assert all(len(cluster.route(a, b)) == 1 for a, b in hops)
-
-
-def test_a_ring_is_by_index_where_all_routes_are_alike() -> None:
-    cluster = Cluster.preset("8xA100-NVSwitch")
-    assert best_ring(cluster, cluster.gpu_indices) == list(cluster.gpu_indices)

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from simcore.describe import describe
+from simcore.errors import DeadlockError
 from simcore.result import PathStep, Result
-from simcore.simulation import describe, run_placement
+from simcore.simulation import run_placement
+from tests.reference_toys import random_toy
 from tests.strategies import (
     ALL_SETTINGS,
     Case,
@@ -17,7 +20,9 @@ from tests.strategies import (
     build_cost,
     cases,
     compiled_problem,
+    draw_busy_case,
     random_case,
+    seeded,
     toy,
 )
 
@@ -76,6 +81,27 @@ def test_a_device_that_is_done_has_a_bubble():
     assert uses(toy([1, 4], [], [0, 1])) == [(1.0, 0.0, 0.0, 3.0), (4.0, 0.0, 0.0, 0.0)]
 
 
+def test_an_inline_transfer_is_communication_of_both_devices():
+    links = [("d0", "d1", 1.0, 0.5)]
+    case = toy([1, 2], [(0, 3, [1])], [0, 1], links=links, p2p="inline")
+    assert uses(case) == [(1.0, 3.5, 0.0, 2.0), (2.0, 3.5, 0.0, 1.0)]
+
+
+def test_waiting_for_the_other_stream_before_an_inline_transfer_is_a_bubble():
+    case = toy([1, 3, 1], [(0, 2, [2])], [0, 1, 1], p2p="inline")  # sent from 3 to 5
+    assert uses(case) == [(1.0, 2.0, 0.0, 3.0), (4.0, 2.0, 0.0, 0.0)]
+
+
+def test_waiting_for_the_host_before_an_inline_transfer_is_launch():
+    case = toy([1, 1, 1], [(0, 2, [2])], [0, 0, 1], launch_seconds=[0, 3, 0], p2p="inline")
+    assert uses(case) == [(2.0, 2.0, 2.0, 1.0), (1.0, 2.0, 3.0, 1.0)]  # o1 from 3, sent from 4
+
+
+def test_a_transfer_that_waits_for_its_receive_is_a_bubble_until_then():
+    case = toy([1, 3, 1], [(0, 2, [2])], [0, 1, 1], p2p="rendezvous")  # sent from 3 to 5
+    assert uses(case) == [(1.0, 0.0, 0.0, 5.0), (4.0, 2.0, 0.0, 0.0)]
+
+
 # where the time goes, on any problem
 
 
@@ -120,7 +146,8 @@ def test_the_path_takes_the_input_that_came_last():
 
 
 def test_a_transfer_on_the_path_includes_its_time_in_the_queue():
-    case = toy([1, 2, 1], [(0, 4, [2]), (1, 1, [2])], [0, 1, 2], links=STAR)
+    wires = [(0, 4, [2]), (1, 1, [2])]
+    case = toy([1, 2, 1], wires, [0, 1, 2], links=STAR, contention="fifo")
     assert path(case)[1] == ("transfer", "o1:0", "d1 -> d2", 2.0, 6.0)  # behind o0:0 until 5
 
 
@@ -178,6 +205,34 @@ def test_an_op_of_no_time_does_not_bend_the_path_backwards():
     ]
 
 
+@pytest.mark.parametrize("p2p", ["inline", "rendezvous"])
+def test_the_path_goes_through_the_stream_that_a_transfer_waited_for(p2p):
+    case = toy([1, 3, 1], [(0, 2, [2])], [0, 1, 1], p2p=p2p)
+    assert path(case) == [
+        ("compute", "o1", "d1", 0.0, 3.0),
+        ("transfer", "o0:0", "d0 -> d1", 3.0, 5.0),
+        ("compute", "o2", "d1", 5.0, 6.0),
+    ]
+
+
+def test_the_path_goes_through_the_stream_of_the_sender_of_an_inline_transfer():
+    case = toy([1, 3, 1], [(0, 2, [2])], [0, 0, 1], p2p="inline")
+    assert [step[1] for step in path(case)] == ["o0", "o1", "o0:0", "o2"]
+
+
+def test_the_path_goes_through_the_host_that_issued_a_transfer():
+    wires, launches = [(0, 2, [2])], [0, 1, 0]
+    case = toy(
+        [1, 5, 1], wires, [0, 2, 1], links=STAR, sync=[1], launch_seconds=launches, p2p="rendezvous"
+    )
+    assert path(case) == [
+        ("launch", "o1", "host", 0.0, 1.0),
+        ("compute", "o1", "d2", 1.0, 6.0),
+        ("transfer", "o0:0", "d0 -> d1", 6.0, 8.0),
+        ("compute", "o2", "d1", 8.0, 9.0),
+    ]
+
+
 # what made it long, on any problem
 
 
@@ -196,6 +251,22 @@ def test_the_path_has_no_gap_from_the_beginning_to_the_end_of_the_step(options):
     for index in range(NUM_CASES // len(ALL_SETTINGS) + 1):
         case = random_case(np.random.default_rng([SEED, 1, index]))._replace(settings=options)
         assert_path_is_whole(result_of(case), f"case {index}")
+
+
+def test_parts_add_up_and_the_path_has_no_gap_whatever_is_sent_and_summed():
+    ran = 0
+    for index in range(2 * NUM_CASES):
+        rng = np.random.default_rng([SEED, 2, index])
+        discipline = ("none", "port", "ordered", "fifo", "fair")[index % 5]
+        case = random_toy(rng) if index % 2 else draw_busy_case(seeded(rng), discipline)
+        try:
+            result = result_of(case)
+        except DeadlockError:
+            continue
+        ran += 1
+        assert_parts_add_up(result, f"case {index}")
+        assert_path_is_whole(result, f"case {index}")
+    assert ran > NUM_CASES
 
 
 @given(cases())

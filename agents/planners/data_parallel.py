@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from agents.planners.space import Overflow, PlacementSpace
-from simcore.cluster import Cluster
-from simcore.collectives import ring_all_reduce
+from simcore.bounds import copies_bound
 from simcore.errors import JobError, PlanError
-from simcore.lower import Problem
-from simcore.plan import Plan
+from simcore.plan import DEFAULT_BUCKETS, Buckets, Plan
 from simcore.result import Result
-from simcore.simulation import run_data_parallel
+from simcore.simulation import Options, simulate_copies
 from simcore.units import format_seconds
 
-_RING_STEPS = 20_000  # of the search for a ring over wide routes
+
+# what torch does; and one sum behind the backward, for where they slow each other too much
+BUCKETS = (DEFAULT_BUCKETS, Buckets(num_bytes=0))
 
 
 class Copies(NamedTuple):
@@ -25,7 +24,8 @@ class Copies(NamedTuple):
 
     plan: Plan
     result: Result
-    bound: float  # s, no such plan can be faster: compute and all-reduce without any launch
+    bound: float  # s, no such plan can be faster
+    evaluations: int  # simulations it took to find it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,11 @@ class DataParallel:
 
     plans: tuple[Copies, ...] = ()
     note: str = ""
+
+    @property
+    def evaluations(self) -> int:
+        """Number of simulations."""
+        return sum(copies.evaluations for copies in self.plans)
 
     @property
     def baseline(self) -> Copies | None:
@@ -84,25 +89,32 @@ def _plans(space: PlacementSpace, ranked: Sequence[int], reserve_memory: int) ->
     batch = space.problem.job.batch
     for count in range(len(ranked), 1, -1):
         if batch is None or batch % count == 0:
-            yield _copies(space, best_ring(space.problem.cluster, ranked[:count]), reserve_memory)
+            yield _copies(space, sorted(ranked[:count]), reserve_memory)
 
 
-def _copies(space: PlacementSpace, ring: Sequence[int], reserve_memory: int) -> Copies:
-    whole = space.problem
-    settings = msgspec.structs.replace(whole.settings, host="per_rank")
-    problem = Problem.build(
-        whole.graph,
-        whole.cluster,
-        whole.job,
-        settings,
-        copies=len(ring),
-        reserve_memory=reserve_memory,
+def _copies(space: PlacementSpace, devices: Sequence[int], reserve_memory: int) -> Copies:
+    """Returns the fastest plan on these devices; one in less memory if that does not fit."""
+    problem = space.problem
+    task = (problem.graph, problem.cluster, problem.job)
+    settings = msgspec.structs.replace(problem.settings, host="per_rank")
+    options = Options(settings=settings, reserve_memory=reserve_memory)
+
+    def simulate(buckets: Buckets) -> tuple[Buckets, Result]:
+        return buckets, simulate_copies(*task, devices, options, buckets=buckets)
+
+    tried = [simulate(buckets) for buckets in BUCKETS]
+    buckets, result = min(tried, key=lambda one: (not one[1].feasible, one[1].step_time))
+    if not result.feasible:
+        tried.append(simulate(msgspec.structs.replace(buckets, as_views=True)))
+        buckets, result = tried[-1]
+    names = [problem.cluster.devices[device].name for device in devices]
+    plan = Plan.data_parallel(*task, names, settings=settings)
+    return Copies(
+        plan=msgspec.structs.replace(plan, buckets=buckets),
+        result=result,
+        bound=copies_bound(*task, devices, settings),
+        evaluations=len(tried),
     )
-    result = run_data_parallel(problem, ring)
-    names = [whole.cluster.devices[device].name for device in ring]
-    plan = Plan.data_parallel(whole.graph, whole.cluster, whole.job, names, settings=settings)
-    slowest = max(use.busy for use in result.devices)
-    return Copies(plan, result, slowest + result.collective_time)
 
 
 def _note(space: PlacementSpace, plans: Sequence[Copies], num_gpus: int) -> str:
@@ -122,51 +134,3 @@ def _note(space: PlacementSpace, plans: Sequence[Copies], num_gpus: int) -> str:
         count, step_time = len(best.plan.stages[0].devices), best.result.step_time
         notes.append(f"{count} GPUs: {format_seconds(step_time)}")
     return "; ".join(notes)
-
-
-def best_ring(cluster: Cluster, devices: Sequence[int]) -> list[int]:
-    """Returns an order of the devices in which a ring all-reduce is fast.
-
-    By index, or the ring whose narrowest route is widest if that is faster; the devices of a node
-    stand together.
-    """
-    by_index = sorted(devices)
-    wide = _widest_ring(cluster, by_index)
-    size = 2**30  # bytes; large enough that latency does not decide
-    if wide is None or not cluster.reachable[np.ix_(by_index, by_index)].all():
-        return by_index
-    return min((by_index, wide), key=lambda ring: ring_all_reduce(size, cluster, ring))
-
-
-def _widest_ring(cluster: Cluster, devices: Sequence[int]) -> list[int] | None:
-    bandwidth = cluster.route_bandwidth[np.ix_(devices, devices)]
-    nodes = [cluster.devices[device].node for device in devices]
-    for threshold in np.unique(bandwidth[np.isfinite(bandwidth)])[::-1]:
-        ring = _ring(bandwidth >= threshold, nodes)
-        if ring is not None:
-            return [devices[index] for index in ring]
-    return None
-
-
-def _ring(joined: np.ndarray, nodes: Sequence[str]) -> list[int] | None:
-    """Returns the first ring over joined pairs in lexicographic order, None if none is found."""
-    count, steps = len(nodes), 0
-    path, options = [0], [iter(range(1, count))]
-    while path:
-        steps += 1
-        if steps > _RING_STEPS:
-            return None
-        here = path[-1]
-        if len(path) == count and joined[here, path[0]]:
-            return path
-        free = set(range(count)) - set(path)
-        stays = any(nodes[other] == nodes[here] for other in free)
-        for other in options[-1]:
-            if other in free and joined[here, other] and (not stays or nodes[other] == nodes[here]):
-                path.append(other)
-                options.append(iter(range(1, count)))
-                break
-        else:
-            path.pop()
-            options.pop()
-    return None
