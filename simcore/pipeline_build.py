@@ -11,7 +11,7 @@ from simcore.errors import PlanError
 from simcore.graph import OpGraph, Phase
 from simcore.job import Job
 from simcore.pipeline import Cost, Part, Pipeline, Tie
-from simcore.plan import CUSTOM, Buckets, Plan
+from simcore.plan import CUSTOM, SEMANTICS_BATCH_NORM, Buckets, Plan
 from simcore.program import fill_buckets
 from simcore.schedule import Schedule
 from simcore.schedule_check import check
@@ -22,7 +22,6 @@ from simcore.steady_state import SEMANTICS_ASYNC
 
 ASYNCHRONOUS = "pipedream"  # the schedule by name that updates without waiting
 STEADY_MINIBATCHES = 8  # per rank
-SEMANTICS_BATCH_NORM = "batch norm per microbatch"
 
 
 def stage_of_units(plan: Plan, graph: OpGraph) -> NDArray[np.int32]:

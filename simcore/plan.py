@@ -15,9 +15,12 @@ from simcore.collectives import ALGORITHMS
 from simcore.errors import JobError, PlanError
 from simcore.graph import OpGraph
 from simcore.job import Job
+from simcore.steady_state import SEMANTICS_ASYNC
 
 FORMAT = "placewright-plan/1"
 NO_SCHEDULE = "none"
+SEMANTICS_BATCH_NORM = "batch norm per microbatch"
+SEMANTICS = (SEMANTICS_ASYNC, SEMANTICS_BATCH_NORM)  # what a plan may change, if it says so
 CUSTOM = "custom"  # a schedule whose action lists are in the plan
 MAX_FILE_BYTES = 2**30
 MAX_NUMBER = 2**62  # of bytes reserved and priorities; keeps sums inside int64
@@ -278,7 +281,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _validate_schedule(self) -> list[str]:
         found = []
         if not self.is_pipeline:
-            if self.microbatches != 1 or self.optimizer_sharding:
+            if self.microbatches > 1 or self.optimizer_sharding:
                 found.append("plan has microbatches or a sharded optimizer, but no schedule")
         elif self.schedule == NO_SCHEDULE:
             found.append(f"plan has {len(self.stages)} stages, but no schedule")
@@ -288,6 +291,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             found.append(f"plan has optimizer_sharding {self.optimizer_sharding}; it is 0 to 3")
         if (self.schedule == CUSTOM) != bool(self.actions):
             found.append("plan has actions if, and only if, its schedule is 'custom'")
+        found += [
+            f"plan has semantics {change!r}; known: {', '.join(SEMANTICS)}"
+            for change in self.semantics
+            if change not in SEMANTICS
+        ]
         names = [stage.name for stage in self.stages]
         twice = sorted({name for name in names if names.count(name) > 1})
         return found + [f"two stages are named {name!r}" for name in twice]

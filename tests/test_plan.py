@@ -14,7 +14,16 @@ from simcore.cluster import Cluster
 from simcore.errors import PlanError
 from simcore.graph import OpGraph
 from simcore.job import Job
-from simcore.plan import MAX_FILE_BYTES, Constraints, Plan, Predicted, Provenance, Settings, Stage
+from simcore.plan import (
+    MAX_FILE_BYTES,
+    Buckets,
+    Constraints,
+    Plan,
+    Predicted,
+    Provenance,
+    Settings,
+    Stage,
+)
 from simcore.simulation import simulate
 
 V100 = "V100-SXM2-16GB"
@@ -214,7 +223,8 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path):
     ("where", "value", "reason"),
     [
         (("new",), 1, "unknown field `new`"),
-        (("stages", 0, "ops"), "all", r"unknown field `ops` - at `\$.stages"),
+        (("stages", 0, "units"), "all", r"unknown field `units` - at `\$.stages"),
+        (("stages", 0, "recompute"), "some", "Invalid enum value 'some'"),
         (("settings", "speed"), 1, r"unknown field `speed` - at `\$.settings`"),
         (("constraints", "pin"), {}, "unknown field `pin`"),
         (("job", "batch_size"), 1, "unknown field `batch_size`"),
@@ -276,28 +286,45 @@ def test_names_do_not_decide_what_a_plan_is_for():
     assert violations(changed(**renamed)) == []
 
 
-@pytest.mark.parametrize("stages", [(), PLACED.stages * 2])
-def test_a_plan_of_another_number_of_stages_is_refused_with_the_reason(stages):
-    plan = changed(stages=stages)
-    assert violations(plan) == [f"plan has {len(stages)} stages; this version runs one"]
-    with pytest.raises(PlanError, match="stages; this version runs one"):
-        simulate(GRAPH, CLUSTER, JOB, plan)
+def test_a_plan_without_stages_or_with_two_of_one_name_is_refused_with_the_reason():
+    assert violations(changed(stages=())) == ["plan has no stages"]
+    with pytest.raises(PlanError, match="plan has no stages"):
+        simulate(GRAPH, CLUSTER, JOB, changed(stages=()))
+    copies = tuple(
+        msgspec.structs.replace(s, mesh={"dp": 2}, placement=None) for s in PLACED.stages
+    )
+    found = violations(changed(stages=copies * 2, schedule="gpipe"))
+    assert found == ["two stages are named 'stage0'"]
 
 
-def test_ops_split_over_two_stages_are_refused():
+def test_stages_of_a_pipeline_have_meshes_and_a_schedule():
     first = Stage(devices=("gpu0",), name="s0", placement={"a": "gpu0"})
-    second = Stage(devices=("gpu1",), name="s1", placement={"b": "gpu1", "c": "gpu1"})
-    assert violations(changed(stages=(first, second))) == [
-        "plan has 2 stages; this version runs one"
-    ]
+    second = Stage(devices=("gpu1",), name="s1", ops=("b", "c"), mesh={"dp": 1})
+    assert violations(changed(stages=(first, second), schedule="1f1b"))[0] == (
+        "stage 's0': a stage of a pipeline has a mesh, no placement"
+    )
+    assert violations(changed(stages=(second,) * 2))[0] == "plan has 2 stages, but no schedule"
 
 
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"microbatches": 4}, "plan has microbatches 4; this version runs 1 only"),
-        ({"schedule": "gpipe"}, "plan has schedule 'gpipe'; this version runs 'none' only"),
-        ({"semantics": ("async",)}, "plan has semantics ('async',); this version runs () only"),
+        ({"microbatches": 4}, "plan has microbatches or a sharded optimizer, but no schedule"),
+        ({"microbatches": 0}, "plan has 0 microbatches"),
+        (
+            {"optimizer_sharding": 1},
+            "plan has microbatches or a sharded optimizer, but no schedule",
+        ),
+        (
+            {"schedule": "gpipe"},
+            "stage 'stage0': a stage of a pipeline has a mesh, no placement",
+        ),
+        (
+            {"semantics": ("async",)},
+            "plan has semantics 'async'; known: asynchronous updates, batch norm per microbatch",
+        ),
+        ({"buckets": Buckets(num_bytes=-1)}, "plan has buckets of -1 bytes"),
+        ({"buckets": Buckets(algorithm="star")}, "plan has no all-reduce by 'star'"),
         ({"priorities": (1, 2)}, "plan has 2 priorities for 3 ops"),
         ({"priorities": (1, 2**70, 3)}, "plan has a priority beyond 2**62"),
         (
