@@ -6,6 +6,7 @@ microbatches, 1F1B), a figure from another machine.
 """
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -25,9 +26,7 @@ from simcore.signature import Phase
 def chain_of_gpus(count: int) -> Cluster:
     """Returns V100s, each joined with the next."""
     devices = [Device.of_kind(f"gpu{i}", "V100-SXM2-16GB") for i in range(count)]
-    links = [
-        Link(a.name, b.name, "", 50e9, 5e-6) for a, b in zip(devices, devices[1:], strict=False)
-    ]
+    links = [Link(a.name, b.name, "", 50e9, 5e-6) for a, b in itertools.pairwise(devices)]
     return Cluster(name=f"chain-{count}", devices=tuple(devices), links=tuple(links))
 
 
@@ -44,9 +43,10 @@ def random_stages(problem: PipelineProblem, count: int, seed: int) -> StageBatch
         sizes[key] = rng.integers(1, 10**8, sizes.shape)
     return StageBatch(
         costs=costs,
-        adding=np.zeros((count, stages, kinds)),
+        adding=np.zeros((count, stages, len(Phase), kinds)),
         sizes=sizes,
         extra=rng.integers(1, 10**8, (count, stages, len(Phase))),
+        added=np.zeros((count, stages, len(Phase)), np.int64),
         forward=rng.integers(10**6, 10**7, (count, edges)),
         backward=rng.integers(10**6, 10**7, (count, edges)),
         ties=np.zeros((count, 0), np.int64),

@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.graph import OpClass, Role
-from simcore.lower import Problem, sizes_at
+from simcore.lower import Problem
 from simcore.memory import storage_uses
 from simcore.result import RawRun
+from simcore.sizes import sizes_at
 
 Held = Mapping[str, NDArray[np.int64]]  # class -> bytes held for the whole step beside op, [op]
 

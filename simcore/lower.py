@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
-from simcore.graph import MAX_TOTAL, OpClass, OpGraph, Role, Sized
+from simcore.graph import MAX_TOTAL, OpClass, OpGraph, Sized
 from simcore.job import Job
 from simcore.kernel import (
     COST,
@@ -43,6 +43,7 @@ from simcore.network import NetworkTables, network_tables
 from simcore.plan import ONE_HOST, Settings
 from simcore.profile import Limits, load_profile
 from simcore.reach import Readers, other_units_readers, unit_leaders
+from simcore.sizes import sizes_at
 
 if TYPE_CHECKING:
     from simcore.collectives import Collective
@@ -248,22 +249,6 @@ def _state_bytes(graph: OpGraph, job: Job) -> NDArray[np.int64]:
     if graph.elements.sum(dtype=np.float64) * per_element > MAX_TOTAL:
         raise PlanError(f"{graph.name}: over 2**62 bytes of optimizer state")
     return graph.elements * per_element
-
-
-def sizes_at(graph: OpGraph, job: Job, batch: int | None) -> Sized:
-    """Returns the sizes at a batch; those of a measured minibatch scale with its seconds."""
-    sized = graph.at_batch(batch)
-    measured = None if graph.fixed is None else graph.fixed.batch or job.batch
-    if measured is None or batch in {None, measured} or graph.tensor_bytes[:, 1].any():
-        return sized
-    if float(sized.tensor_bytes.sum()) * batch > MAX_TOTAL:
-        raise PlanError(f"{graph.name}: over 2**62 bytes at batch {batch}")
-    grows = np.isin(graph.tensor_role, (Role.ACTIVATION, Role.INPUT))
-    scaled = -(-sized.tensor_bytes * batch // measured)
-    tensor_bytes = np.where(grows, scaled, sized.tensor_bytes)
-    return sized._replace(
-        tensor_bytes=tensor_bytes, storage_bytes=graph.storage_bytes(tensor_bytes)
-    )
 
 
 def _tables(

@@ -12,15 +12,40 @@ from simcore.job import Optimizer, Precision
 if TYPE_CHECKING:
     from simcore.plan import Settings
 
-_SETTINGS = {
-    "order": ("program", "ready"),
-    "host": ("one", "per_rank"),
-    "launch": ("eager", "graph"),
-    "p2p": ("copy", "inline", "rendezvous"),
-    "contention": ("none", "port", "ordered", "fifo", "fair"),
-    "slow_down": ("on", "off"),
+_SETTINGS = {  # field of Settings -> choices, help
+    "order": (
+        ("program", "ready"),
+        "program: a device runs its ops in the program's order, as a CUDA stream does; ready: as "
+        "their inputs arrive",
+    ),
+    "host": (
+        ("one", "per_rank"),
+        "one: one process launches the ops of all devices; per_rank: one process for each device, "
+        "as copies of the model always have",
+    ),
+    "launch": (
+        ("eager", "graph"),
+        "eager: the host takes time to launch every kernel; graph (CUDA graphs): none",
+    ),
+    "contention": (
+        ("none", "port", "ordered", "fifo", "fair"),
+        "what transfers wait for. fair: nothing but a copy engine, and they share channels max-min "
+        "fair; fifo: every channel of their route, first come, first served; ordered: every "
+        "channel, in the order of the plan; port: the sender's port, in the order of the plan; "
+        "none: nothing",
+    ),
+    "p2p": (
+        ("copy", "inline", "rendezvous"),
+        "copy: transfers run on a stream of their own; inline: on the compute streams of both "
+        "devices, just before their first reader (tensor.to(device)); rendezvous: once the "
+        "receiver has come to their first reader (send and receive)",
+    ),
+    "slow_down": (
+        ("on", "off"),
+        "whether compute and communication slow each other, by the factors of the hardware "
+        "profiles",
+    ),
 }
-
 LIKE = ("placeto",)  # keys of simcore.plan.LIKE, which is heavy to import
 
 MODEL_HELP = (
@@ -82,44 +107,8 @@ def add_settings_options(
         help="as another simulator does it, but for the options given beside it. placeto: --order "
         "ready --launch graph --contention fifo --slow-down off",
     )
-    group.add_argument(
-        "--order",
-        choices=_SETTINGS["order"],
-        help="program: a device runs its ops in the program's order, as a CUDA stream does; "
-        "ready: as their inputs arrive",
-    )
-    group.add_argument(
-        "--host",
-        choices=_SETTINGS["host"],
-        help="one: one process launches the ops of all devices; per_rank: one process for each "
-        "device, as copies of the model always have",
-    )
-    group.add_argument(
-        "--launch",
-        choices=_SETTINGS["launch"],
-        help="eager: the host takes time to launch every kernel; graph (CUDA graphs): none",
-    )
-    group.add_argument(
-        "--contention",
-        choices=_SETTINGS["contention"],
-        help="what transfers wait for. fair: nothing but a copy engine, and they share channels "
-        "max-min fair; fifo: every channel of their route, first come, first served; ordered: "
-        "every channel, in the order of the plan; port: the sender's port, in the order of the "
-        "plan; none: nothing",
-    )
-    group.add_argument(
-        "--p2p",
-        choices=_SETTINGS["p2p"],
-        help="copy: transfers run on a stream of their own; inline: on the compute streams of both "
-        "devices, just before their first reader (tensor.to(device)); rendezvous: once the "
-        "receiver has come to their first reader (send and receive)",
-    )
-    group.add_argument(
-        "--slow-down",
-        choices=_SETTINGS["slow_down"],
-        help="whether compute and communication slow each other, by the factors of the hardware "
-        "profiles",
-    )
+    for name, (choices, text) in _SETTINGS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", choices=choices, help=text)
 
 
 def settings_of(args: argparse.Namespace, base: Settings | None = None) -> Settings:

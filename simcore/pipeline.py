@@ -103,7 +103,7 @@ class Pipeline:
         tables = self.tables[stage]
         seconds, ahead = tables.seconds[stage, phase], tables.ahead[stage, phase]
         if adds:
-            seconds = seconds + tables.accumulate[stage]
+            seconds = seconds + self.adding(stage, phase)
         if phase == Phase.U and self.optimizer_sharding:
             seconds = seconds / len(self.copies(stage))
         return Cost(seconds, ahead, tables.launch[stage, phase] - ahead)
@@ -114,9 +114,25 @@ class Pipeline:
             return self.cost(stage, phase, adds=adds)
         if not adds:
             return part.cost
-        share = part.num_bytes / max(1, int(self.tables[stage].gradient[stage]))
-        seconds = part.cost.seconds + share * self.tables[stage].accumulate[stage]
+        share = part.num_bytes / max(1, sum(each.num_bytes for each in self.parts[stage]))
+        seconds = part.cost.seconds + share * self.adding(stage, phase)
         return part.cost._replace(seconds=seconds)
+
+    def adding(self, stage: int, phase: Phase) -> NDArray[np.float64]:
+        """Returns the seconds to add what a phase makes to earlier gradients, [kind]."""
+        tables = self.tables[stage]
+        share = int(tables.new_gradient[stage, phase]) / max(1, int(tables.gradient[stage]))
+        adding: NDArray[np.float64] = share * tables.accumulate[stage]
+        return adding
+
+    def extra(self, stage: int, phase: Phase, *, adds: bool) -> int:
+        """Returns the bytes that a phase needs above what is alive before it.
+
+        A gradient that is to be added exists beside the sum until then.
+        """
+        tables = self.tables[stage]
+        extra = int(tables.extra[stage, phase])
+        return extra + (int(tables.new_gradient[stage, phase]) if adds else 0)
 
     def saved(self, stage: int) -> Saved:
         """Returns what one microbatch of a stage holds between its phases."""

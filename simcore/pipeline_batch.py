@@ -108,7 +108,8 @@ def _template(writer: PipelineWriter, graph: OpGraph, placement: NDArray[np.int3
     seen: set[int] = set()
     for op, task in writer.tasks.items():
         tasks["stage"][op], tasks["phase"][op] = task.stage, task.phase
-        tasks["adds"][op], tasks["is_first"][op] = task.adds, task.stage not in seen
+        tasks["adds"][op], tasks["is_free"][op] = task.adds, task.is_free
+        tasks["is_first"][op] = task.stage not in seen
         seen.add(task.stage)
     tasks["rank"] = placement
     rules = make_records(graph.num_tensors, RULE)
@@ -173,9 +174,10 @@ def stack_tables(pipelines: Sequence[Pipeline], problem: PipelineProblem) -> Sta
     edges = problem.schedule.edges
     batch = StageBatch(
         costs=make_records((count, stages, len(Phase), len(problem.kinds)), STAGE_COST),
-        adding=np.zeros((count, stages, len(problem.kinds))),
+        adding=np.zeros((count, stages, len(Phase), len(problem.kinds))),
         sizes=make_records((count, stages), STAGE_SIZE),
         extra=np.zeros((count, stages, len(Phase)), np.int64),
+        added=np.zeros((count, stages, len(Phase)), np.int64),
         forward=np.zeros((count, len(edges)), np.int64),
         backward=np.zeros((count, len(edges)), np.int64),
         ties=np.zeros((count, len(problem.ties)), np.int64),
@@ -203,9 +205,10 @@ def _stack_stage(
         cost = pipeline.cost(stage, phase)
         for key in ("seconds", "ahead", "trail"):
             batch.costs[key][row, stage, phase] = getattr(cost, key)
+        batch.adding[row, stage, phase] = pipeline.adding(stage, phase)
         batch.costs["sync"][row, stage, phase] = tables.is_sync[stage, phase]
-    batch.adding[row, stage] = tables.accumulate[stage]
     batch.extra[row, stage] = tables.extra[stage]
+    batch.added[row, stage] = tables.new_gradient[stage]
     for key, size in pipeline.saved(stage)._asdict().items():
         batch.sizes[key][row, stage] = size
     batch.sizes["gradient"][row, stage] = pipeline.gradient(stage)

@@ -12,7 +12,7 @@ from simcore.graph import OpGraph, Phase
 from simcore.job import Job
 from simcore.pipeline import Cost, Part, Pipeline, Tie
 from simcore.plan import CUSTOM, SEMANTICS_BATCH_NORM, Buckets, Plan
-from simcore.program import fill_buckets
+from simcore.program import close_buckets
 from simcore.schedule import Schedule
 from simcore.schedule_check import check
 from simcore.schedule_names import SCHEDULE_NAMES, make_schedule
@@ -239,7 +239,7 @@ def backward_parts(
     wanted = [Phase.W] if weights_only else [Phase.B, Phase.I, Phase.W]
     ops = np.flatnonzero((cut.stage == stage) & np.isin(cut.phase, wanted))
     sizes = graph.at_batch(tables.batch).tensor_bytes
-    filled = fill_buckets(graph, sizes, buckets, ops=ops)
+    filled = close_buckets(_gradients(graph, tables, stage), sizes, buckets)
     parts, begin = [], 0
     for index, bucket in enumerate(filled):
         last = int(graph.tensor_producer[bucket].max())
@@ -254,6 +254,20 @@ def backward_parts(
     return tuple(
         part._replace(cost=part.cost._replace(seconds=part.cost.seconds * more)) for part in parts
     )
+
+
+def _gradients(graph: OpGraph, tables: StageTables, stage: int) -> NDArray[np.int64]:
+    """Returns what the backward of a stage makes for the update, partial sums of ties included.
+
+    Tensor ids in the order in which they are made; those of input gradients come first where weight
+    gradients have a phase of their own.
+    """
+    cut = tables.cut
+    producer, consumer, tensor = graph.edges()
+    made = (cut.stage[producer] == stage) & np.isin(cut.phase[producer], (Phase.I, Phase.W))
+    found = np.unique(tensor[made & (cut.phase[consumer] == Phase.U)]).astype(np.int64)
+    order: NDArray[np.int64] = found[np.argsort(graph.tensor_producer[found], kind="stable")]
+    return order
 
 
 def task_cost(seconds: NDArray[np.float64], launch: NDArray[np.float64]) -> Cost:

@@ -1,7 +1,6 @@
 """Writes the tasks, messages and collectives of a pipeline as an `OpGraph`."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,42 +18,11 @@ from simcore.pipeline import (
     slices,
     update_order,
 )
+from simcore.pipeline_parts import Messages, Piece, Place, Rule, Task, Work
 from simcore.program import NOWHERE, Program
 from simcore.schedule import Action, neighbours
 
-Place = tuple[int, int]  # (stage, copy)
 ALL = -1  # the microbatch of an update that is for all of them
-
-
-class Rule(NamedTuple):
-    """What the bytes of a tensor follow."""
-
-    size_of: str  # freed, shared, made, gradient, forward, backward or tie
-    number: int  # of the stage, edge or tie
-    share: float = 1.0
-
-
-class Task(NamedTuple):
-    """What an op of the program stands for."""
-
-    stage: int
-    phase: Phase
-    copy: int
-    adds: bool  # gradients are added to those of earlier microbatches
-
-
-class _Messages(NamedTuple):
-    """What a task sends."""
-
-    outs: list[Out]
-    rules: list[Rule]
-    targets: list[tuple[Phase, int, int, int]]  # (phase, stage, copy, microbatch) that reads it
-
-    def add(self, out: Out, rule: Rule, target: tuple[Phase, int, int, int]) -> None:
-        """Adds a message."""
-        self.outs.append(out)
-        self.rules.append(rule)
-        self.targets.append(target)
 
 
 def pipeline_program(
@@ -89,18 +57,6 @@ def write_pipeline(
     return writer
 
 
-class _Piece(NamedTuple):
-    """A backward, or a part of one."""
-
-    action: Action
-    label: str
-    part: Part | None
-    gathered: list[int]  # tensors that it waits for
-    is_first: bool
-    is_end: bool
-    sums: bool  # the gradients of the stage are complete with it
-
-
 class PipelineWriter:
     """Appends tasks; remembers which tensors wait for a reader."""
 
@@ -121,6 +77,7 @@ class PipelineWriter:
         self.saved: dict[tuple[int, int, int], int] = {}  # by (stage, copy, microbatch)
         self.kept: dict[tuple[int, int, int], list[int]] = {}
         self.gradient: dict[Place, int] = {}
+        self.begun: dict[Place, int] = {}  # microbatch that made the first gradients
         self.summed: dict[Place, list[int]] = {}  # what an update waits for
         self.size: dict[int, int] = {}  # bytes of messages
         self.tasks: dict[int, Task] = {}  # by op
@@ -167,10 +124,9 @@ class PipelineWriter:
             saved = self.pipeline.saved(action.stage)
             freed = Out(saved.freed, name=f"{action}.{copy} freed")
             shared = Out(saved.shared, name=f"{action}.{copy} shared")
-            made = self._task(
-                str(action), place, Phase.F, self.pipeline.cost(action.stage, Phase.F),
-                [*received, *gathered], [freed, shared, *messages.outs],
-            )  # fmt: skip
+            cost = self.pipeline.cost(action.stage, Phase.F)
+            outs = [freed, shared, *messages.outs]
+            made = self._task(Work(str(action), place, Phase.F, cost, [*received, *gathered], outs))
             self.saved[key], self.kept[key] = made[0], [made[1]]
             self.rules[made[0]] = Rule("freed", action.stage)
             self.rules[made[1]] = Rule("shared", action.stage)
@@ -185,7 +141,7 @@ class PipelineWriter:
         gathered = self._gather(action) if phase != Phase.W else []
         ready: list[list[int]] = []  # by part, then copy
         for number in range(max(len(parts), 1)):
-            piece = _Piece(
+            piece = Piece(
                 action=action,
                 label=str(action) if len(parts) <= 1 else f"{action} part {number}",
                 part=parts[number] if parts else None,
@@ -207,25 +163,28 @@ class PipelineWriter:
         done = []
         for copy in range(len(copies)):
             place = (stage, copy)
-            inputs = self.summed.pop(place, []) + self.inbox.pop((Phase.U, *place, microbatch), [])
+            arrived = self.inbox.pop((Phase.U, *place, microbatch), [])
+            copied = [tensor for tensor in arrived if self._is_updated(tensor)]
+            inputs = self.summed.pop(place, []) + [t for t in arrived if t not in copied]
             if place in self.gradient:
                 inputs.append(self.gradient.pop(place))
+            self.begun.pop(place, None)
             messages = self._ties(stage, copy, microbatch, updated=True)
             cost = self.pipeline.cost(stage, Phase.U)
-            made = self._task(label, place, Phase.U, cost, inputs, messages.outs)
+            made = self._task(Work(label, place, Phase.U, cost, inputs, messages.outs))
             self._post(messages, made)
             done.append(self.recent[place][-1])
+            if copied:  # parameters that another stage has updated
+                self._task(Work(f"{label} copies", place, Phase.U, self.nothing, copied, []))
         if self.pipeline.optimizer_sharding in {1, 2} and len(copies) > 1:
             size = int(self.pipeline.tables[stage].parameter_bytes[stage])
             self._collective(f"all-gather after {label}", "all_gather", size, stage, done, 0)
 
     # how
 
-    def _task(
-        self, label: str, place: Place, phase: Phase, cost: Cost, inputs: Sequence[int],
-        outs: Sequence[Out],
-    ) -> list[int]:  # fmt: skip
+    def _task(self, work: Work) -> list[int]:
         """Adds a task of a stage's copy; returns its tensors."""
+        label, place, phase, cost, inputs, outs, adds = work
         stage, copy = place
         copies, tables = self.pipeline.copies(stage), self.pipeline.tables[stage]
         held = sum(_size(out) for out in outs) + sum(
@@ -240,12 +199,11 @@ class PipelineWriter:
             outputs=[*outs, Out(0, name=f"{label}.{copy} done")],
             unit_of=first,
             sync=bool(tables.is_sync[stage, phase, self._kind(copies[copy])]),
-            workspace=max(0, self._extra(stage, phase) - held),
+            workspace=max(0, self._extra(stage, phase, adds=adds) - held),
             resident=sum(self.pipeline.held(stage).values()) if first is None else 0,
         )
         self.first_task.setdefault(place, op)
-        adds = phase in {Phase.B, Phase.W} and place in self.gradient
-        self.tasks[op] = Task(stage, phase, copy, adds)
+        self.tasks[op] = Task(stage, phase, copy, adds, is_free=cost is self.nothing)
         self.placement.append(copies[copy])
         self.costs.append(cost)
         made = list(self.builder.outputs(op))
@@ -255,20 +213,20 @@ class PipelineWriter:
     def _kind(self, device: int) -> int:
         return self.pipeline.kinds.index(self.cluster.devices[device].kind)
 
-    def _extra(self, stage: int, phase: Phase) -> int:
+    def _extra(self, stage: int, phase: Phase, *, adds: bool) -> int:
         """Returns the bytes that a phase needs above what is alive before it."""
-        tables = self.pipeline.tables[stage]
-        extra = int(tables.extra[stage, phase])
+        extra = self.pipeline.extra(stage, phase, adds=adds)
         is_sharded = self.pipeline.optimizer_sharding == 3 and len(self.pipeline.copies(stage)) > 1
         if is_sharded and phase not in {Phase.U, Phase.W}:
-            extra += int(tables.parameter_bytes[stage])  # gathered
+            extra += int(self.pipeline.tables[stage].parameter_bytes[stage])  # gathered
         return extra
 
-    def _backward_task(self, piece: _Piece, copy: int) -> int:
+    def _backward_task(self, piece: Piece, copy: int) -> int:
         """Adds a backward or a part of one; returns the token that its gradients are made."""
         stage, phase, microbatch = piece.action
         place, key = (stage, copy), (stage, copy, microbatch)
-        made_before = place in self.gradient
+        adds = self.begun.setdefault(place, microbatch) != microbatch
+        is_new = place not in self.gradient
         inputs = list(piece.gathered)
         if piece.is_first and phase != Phase.W:
             inputs += self.inbox.pop((Phase.B, *key), [])
@@ -276,12 +234,12 @@ class PipelineWriter:
         outs = [Out(0, name=f"{piece.label}.{copy} made")]
         if phase == Phase.I:
             outs.append(Out(self.pipeline.saved(stage).made, name=f"{piece.label}.{copy} kept"))
-        elif made_before:
+        if not is_new:
             inputs.append(self.gradient[place])
         else:
             size = self.pipeline.gradient(stage)
             outs.append(Out(size, role=Role.GRADIENT, name=f"{piece.label}.{copy} gradient"))
-        messages = _Messages([], [], [])
+        messages = Messages([], [], [])
         if piece.is_end and phase != Phase.W:
             messages = self._messages(piece.action, copy)
         if piece.is_end and piece.sums:
@@ -289,17 +247,21 @@ class PipelineWriter:
             ties = self._ties(stage, copy, microbatch if many else ALL, updated=False)
             for message in zip(ties.outs, ties.rules, ties.targets, strict=True):
                 messages.add(*message)
-        adds = made_before and phase != Phase.I
         cost = self.pipeline.backward_cost(stage, phase, piece.part, adds=adds)
-        made = self._task(piece.label, place, phase, cost, inputs, [*outs, *messages.outs])
+        outs += messages.outs
+        made = self._task(Work(piece.label, place, phase, cost, inputs, outs, adds))
         if phase == Phase.I:
             self.kept[key].append(made[1])
             self.rules[made[1]] = Rule("made", stage)
-        elif not made_before:
-            self.gradient[place] = made[1]
-            self.rules[made[1]] = Rule("gradient", stage)
+        if is_new:
+            self.gradient[place] = made[1 + (phase == Phase.I)]
+            self.rules[self.gradient[place]] = Rule("gradient", stage)
         self._post(messages, made[len(made) - len(messages.outs) :])
         return made[0]
+
+    def _is_updated(self, tensor: int) -> bool:
+        rule = self.rules[tensor]
+        return rule.size_of == "tie" and self.pipeline.ties[rule.number].is_updated
 
     def _alive(self, phase: Phase, key: tuple[int, int, int], *, is_end: bool) -> list[int]:
         """Returns what a backward finds of its microbatch; at its end that is not needed more."""
@@ -308,9 +270,9 @@ class PipelineWriter:
             return kept
         return [self.saved.pop(key) if is_end else self.saved[key], *kept]
 
-    def _ties(self, stage: int, copy: int, microbatch: int, *, updated: bool) -> _Messages:
+    def _ties(self, stage: int, copy: int, microbatch: int, *, updated: bool) -> Messages:
         """Returns what a stage's copy tells the updates of stages with the same parameters."""
-        found = _Messages([], [], [])
+        found = Messages([], [], [])
         mine = len(self.pipeline.copies(stage))
         for number, tie in enumerate(self.pipeline.ties):
             if tie.source != stage or tie.is_updated != updated:
@@ -323,11 +285,11 @@ class PipelineWriter:
                     found.add(Out(tie.num_bytes, name=name), Rule("tie", number), goal)
         return found
 
-    def _messages(self, action: Action, copy: int) -> _Messages:
+    def _messages(self, action: Action, copy: int) -> Messages:
         """Returns what a task sends."""
         stage, microbatch = action.stage, action.microbatch
         is_forward = action.phase == Phase.F
-        found = _Messages([], [], [])
+        found = Messages([], [], [])
         for other in self.after[stage] if is_forward else self.before[stage]:
             pair = (stage, other) if is_forward else (other, stage)
             mine, theirs = len(self.pipeline.copies(stage)), len(self.pipeline.copies(other))
@@ -341,7 +303,7 @@ class PipelineWriter:
                 found.add(out, rule, goal)
         return found
 
-    def _post(self, messages: _Messages, tensors: Sequence[int]) -> None:
+    def _post(self, messages: Messages, tensors: Sequence[int]) -> None:
         for out, rule, target, tensor in zip(*messages, tensors, strict=True):
             self.inbox.setdefault(target, []).append(tensor)
             self.size[tensor] = _size(out)

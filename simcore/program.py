@@ -43,10 +43,7 @@ class Program:
 
 
 def fill_buckets(
-    graph: OpGraph,
-    sizes: NDArray[np.int64],
-    buckets: Buckets,
-    ops: NDArray[np.int64] | None = None,
+    graph: OpGraph, sizes: NDArray[np.int64], buckets: Buckets
 ) -> list[NDArray[np.int64]]:
     """Returns the gradients of each bucket, tensor ids in the order in which they are made.
 
@@ -54,24 +51,16 @@ def fill_buckets(
         graph: the graph.
         sizes: bytes of each tensor, [tensor].
         buckets: how large they are.
-        ops: only gradients that these ops make; None = all.
     """
-    return close_buckets(gradients_of(graph, ops), sizes, buckets)
+    return close_buckets(gradients_of(graph), sizes, buckets)
 
 
-def gradients_of(graph: OpGraph, ops: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Returns the gradients that updates read, tensor ids in the order in which they are made.
-
-    Args:
-        graph: the graph.
-        ops: only gradients that these ops make; None = all.
-    """
+def gradients_of(graph: OpGraph) -> NDArray[np.int64]:
+    """Returns the gradients that updates read, tensor ids in the order in which they are made."""
     update = np.flatnonzero(graph.op_class == OpClass.UPDATE)
     read = [graph.inputs[graph.first_input[op] : graph.first_input[op + 1]] for op in update]
     tensors = np.unique(np.concatenate([np.zeros(0, np.int32), *read]))
     gradients = tensors[graph.tensor_role[tensors] == Role.GRADIENT]
-    if ops is not None:
-        gradients = gradients[np.isin(graph.tensor_producer[gradients], ops)]
     order = np.argsort(graph.tensor_producer[gradients], kind="stable")
     ready: NDArray[np.int64] = gradients[order].astype(np.int64)
     return ready

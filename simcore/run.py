@@ -230,7 +230,8 @@ def _transfer_hosts(
     if problem.settings.p2p == "copy":
         return issue, awaited
     place, end = scratch.ops["place"][:-1], np.append(scratch.ops["end"][:-1], -1.0)
-    for reader, transfer in enumerate(scratch.posts["first_inbound"].tolist()):
+    for reader, first in enumerate(scratch.posts["first_inbound"].tolist()):
+        transfer = first
         while transfer != NONE:
             hosts = [waited[reader]]
             issue[transfer] = scratch.posts["time"][reader]

@@ -14,6 +14,7 @@ from simcore.job import Job
 from simcore.lower import Problem, batch_per_copy
 from simcore.pipeline import Pipeline
 from simcore.pipeline_build import build_pipeline
+from simcore.pipeline_ops import op_program
 from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import DEFAULT_BUCKETS, ONE_HOST, Buckets, Plan, Settings
 from simcore.program import copy_program
@@ -146,7 +147,10 @@ def simulate_pipeline(
         PlanError: the stages, the schedule or the batch do not go together.
     """
     pipeline = build_pipeline(graph, cluster, job, plan)
-    program = pipeline_program(graph.name, cluster, pipeline, job.batch)
+    if options.settings.granularity == "op":
+        program = op_program(graph, cluster, job, pipeline)
+    else:
+        program = pipeline_program(graph.name, cluster, pipeline, job.batch)
     problem = Problem.build(
         program.graph,
         cluster,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cost import CostTable, cost_table
-from simcore.graph import OpGraph, Role, Sized
+from simcore.graph import OpGraph, Sized
 from simcore.job import Job
 from simcore.profile import load_profile
 from simcore.recompute import (
@@ -26,6 +26,7 @@ from simcore.recompute import (
     touches_of,
 )
 from simcore.schedule import Edges
+from simcore.sizes import GROWING, sizes_at
 from simcore.stage_cut import (
     Cut,
     Messages,
@@ -48,7 +49,6 @@ __all__ = [
 
 _NONE: Recompute = "none"
 _SUM_PASSES = 3  # a gradient is read, what was summed before it is read and written
-_GROWING = (Role.ACTIVATION, Role.INPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,7 +142,7 @@ def stage_tables(  # noqa: PLR0913 - what the tasks depend on
     touches = touches_of(graph)
     reruns = find_reruns(graph, cut, touches, find_segments(graph, cut, recompute))
     table = cost_table(graph, job, kinds, (batch,)) if cost is None else cost
-    sized = microbatch_sizes(graph, job, batch)
+    sized = sizes_at(graph, job, batch)
     whole, split = (order_of(cut, reruns, split=split) for split in (False, True))
     times = phase_times(whole, split, _op_times(graph, table, kinds, batch))
     in_one = walk_stages(graph, cut, sized, Work(touches, reruns, whole))
@@ -194,7 +194,7 @@ class _Sent(NamedTuple):
 def _sent(graph: OpGraph, cut: Cut, sized: Sized, batch: int | None) -> _Sent:
     growing = graph.tensor_bytes[:, 1] * (batch if batch is not None else graph.batch or 1)
     if not graph.tensor_bytes[:, 1].any():  # measured at one batch
-        growing = np.where(np.isin(graph.tensor_role, _GROWING), sized.tensor_bytes, 0)
+        growing = np.where(np.isin(graph.tensor_role, GROWING), sized.tensor_bytes, 0)
     halves = np.stack([sized.tensor_bytes - growing, growing], axis=1)  # [tensor, 2]
     back = cut.backward._replace(source=cut.backward.target, target=cut.backward.source)
     return _Sent(
@@ -212,16 +212,3 @@ def _along(edges: Edges, messages: Messages, halves: NDArray[np.int64]) -> NDArr
     total = np.zeros((len(edges), 2), np.int64)
     np.add.at(total, edge, halves[messages.tensor])
     return total
-
-
-def microbatch_sizes(graph: OpGraph, job: Job, batch: int | None) -> Sized:
-    """Returns the sizes at a batch; those of a measured minibatch scale with its seconds."""
-    sized = graph.at_batch(batch)
-    measured = None if graph.fixed is None else graph.fixed.batch or job.batch
-    if measured is None or batch in {None, measured} or graph.tensor_bytes[:, 1].any():
-        return sized
-    scaled = -(-sized.tensor_bytes * batch // measured)
-    tensor_bytes = np.where(np.isin(graph.tensor_role, _GROWING), scaled, sized.tensor_bytes)
-    return sized._replace(
-        tensor_bytes=tensor_bytes, storage_bytes=graph.storage_bytes(tensor_bytes)
-    )

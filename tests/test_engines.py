@@ -21,6 +21,8 @@ STATIC = [
     for contention in ("none", "port", "ordered")
 ]
 
+FREE = Limits()
+
 
 def static_case(rng: np.random.Generator, index: int) -> Case:
     host, launch, contention = STATIC[index % len(STATIC)]
@@ -64,7 +66,7 @@ def test_engines_agree_on_every_static_problem(block: int, num_cases: int) -> No
 
 
 def test_the_engine_is_chosen_by_what_the_settings_allow() -> None:
-    def engine(num_devices: int, limits: Limits = Limits(), **settings: str) -> Engine:
+    def engine(num_devices: int, limits: Limits = FREE, **settings: str) -> Engine:
         links = [(f"d{device}", "s0", 1.0, 0.0) for device in range(num_devices)]
         case = toy([1, 1], [(0, 1, [1])], [0, 1], links=links, **settings)
         return compiled_problem(case._replace(limits=(limits,) * num_devices)).engine

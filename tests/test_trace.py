@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from simcore.cluster import Cluster
+from simcore.describe import describe
 from simcore.errors import PlanError
 from simcore.graph import GraphBuilder, OpGraph, Out, Phase
 from simcore.job import Job
 from simcore.plan import Plan, Settings
 from simcore.result import Result
-from simcore.describe import describe
 from simcore.simulation import run_placement, simulate
 from simcore.trace import chrome_trace, write_trace
 from tests.strategies import ALL_SETTINGS, Case, compiled_problem, random_case, toy
@@ -151,7 +151,7 @@ def test_copies_of_the_model_are_shown_with_the_sums_of_their_gradients():
     sums = found["collectives (1)"]
     assert [name for name, *_ in sums] == ["all-reduce of bucket 0", "all-reduce of bucket 1"]
     assert 2000 < sums[0][1] < 2000 + 100  # the latency later
-    assert 3000 < sums[1][1]
+    assert sums[1][1] > 3000
     assert sum(duration for _, _, duration in sums) < result.collective_time * 1e6
     args = [e["args"]["requested_us"] for e in of_kind(chrome_trace(CLUSTER, result), "X")
             if e["pid"] == 2]  # fmt: skip

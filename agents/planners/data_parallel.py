@@ -14,7 +14,6 @@ from simcore.result import Result
 from simcore.simulation import Options, simulate_copies
 from simcore.units import format_seconds
 
-
 # what torch does; and one sum behind the backward, for where they slow each other too much
 BUCKETS = (DEFAULT_BUCKETS, Buckets(num_bytes=0))
 

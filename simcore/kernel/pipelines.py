@@ -34,6 +34,7 @@ TASK = np.dtype(
         ("phase", np.int64),
         ("rank", np.int64),  # column of the devices; NONE = a collective
         ("adds", np.int64),  # 1 = adds gradients to those of earlier microbatches
+        ("is_free", np.int64),  # 1 = it costs nothing
         ("is_first", np.int64),  # 1 = it holds what its stage holds for the whole step
     ]
 )
@@ -84,9 +85,10 @@ class StageBatch(NamedTuple):
     """What the stages of every plan cost and hold."""
 
     costs: Records  # STAGE_COST [plan, stage, phase, column]
-    adding: NDArray[np.float64]  # [plan, stage, column] s to add a microbatch's gradients
+    adding: NDArray[np.float64]  # [plan, stage, phase, column] s to add a microbatch's gradients
     sizes: Records  # STAGE_SIZE [plan, stage]
     extra: NDArray[np.int64]  # [plan, stage, phase] bytes above what is alive before
+    added: NDArray[np.int64]  # [plan, stage, phase] bytes more where it adds gradients
     forward: NDArray[np.int64]  # [plan, edge] bytes a microbatch sends
     backward: NDArray[np.int64]  # [plan, edge] bytes
     ties: NDArray[np.int64]  # [plan, tie] bytes
@@ -129,13 +131,21 @@ def _write_tasks(tables: Tables, template: Template, stages: StageBatch, plan: i
         op.allocate = 0
         op.release = 0
         op.workspace = stages.extra[plan, what.stage, what.phase]
+        if what.adds == 1:
+            op.workspace += stages.added[plan, what.stage, what.phase]
         op.resident = stages.sizes[plan, what.stage].held if what.is_first == 1 else 0
         for column in range(tables.cost.shape[1]):
             cost = stages.costs[plan, what.stage, what.phase, column]
             slot = tables.cost[task, column]
+            if what.is_free == 1:
+                slot.duration = 0.0
+                slot.launch = 0.0
+                slot.trail = 0.0
+                slot.sync = 0
+                continue
             slot.duration = cost.seconds
             if what.adds == 1:
-                slot.duration += stages.adding[plan, what.stage, column]
+                slot.duration += stages.adding[plan, what.stage, what.phase, column]
             slot.launch = cost.ahead
             slot.trail = cost.trail
             slot.sync = cost.sync
