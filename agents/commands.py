@@ -22,6 +22,7 @@ from simcore.options import (
 from simcore.units import format_seconds
 
 if TYPE_CHECKING:
+    from agents.planners.pipeline_layouts import Demands
     from agents.portfolio import PortfolioResult, Progress
     from simcore.cluster import Cluster
     from simcore.graph import OpGraph
@@ -37,9 +38,9 @@ def add_plan(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="search for the fastest plan of a model on a cluster that fits the memory",
-        description="Searches for a device for every part of the model (or, under the strategy "
-        "auto, for copies of it) with the least step time that fits the memory; writes the plan. "
-        "Ctrl-C ends the search and keeps the best plan so far.",
+        description="Searches for the plan with the least step time that fits the memory: a device "
+        "for every part of the model, copies of it, or pipeline stages; writes the plan. Ctrl-C "
+        "ends the search and keeps the best plan so far.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
@@ -52,6 +53,7 @@ def add_plan(subparsers: Subparsers) -> None:
                         help="where the plan is written (plan.json)")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     _add_search_options(parser.add_argument_group("search"))
+    _add_pipeline_options(parser.add_argument_group("pipelines"))
     add_job_options(parser)
     add_settings_options(parser)
     parser.set_defaults(run=_plan)
@@ -60,9 +62,10 @@ def add_plan(subparsers: Subparsers) -> None:
 def _add_search_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy",
-        choices=("auto", "placement"),
+        choices=("auto", "placement", "pipeline"),
         default="auto",
-        help="placement: a device for every op; auto: copies of the model compete too (auto)",
+        help="placement: a device for every op; pipeline: stages that work on microbatches; auto: "
+        "both, and copies of the model (auto)",
     )
     budget = group.add_mutually_exclusive_group()
     budget.add_argument(
@@ -75,7 +78,7 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         "--evaluations",
         type=_whole,
         metavar="N",
-        help="placements to simulate instead; then the same seed gives the same plan",
+        help="plans to simulate instead; then the same seed gives the same plan",
     )
     group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the search (0)")
     group.add_argument(
@@ -96,13 +99,48 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
 
 
+def _add_pipeline_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--microbatches", type=_whole, metavar="N", help="how many, instead of the fastest"
+    )
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="which, instead of the fastest: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv or "
+        "pipedream",
+    )
+    group.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        choices=("asynchronous", "batch-norm"),
+        help="what a plan may change in the mathematics of training. asynchronous: updates that do "
+        "not wait (pipedream); batch-norm: statistics of microbatches. May be repeated",
+    )
+
+
+def _demands(args: argparse.Namespace) -> Demands:
+    from agents.planners.pipeline_layouts import Demands
+    from agents.planners.pipeline_plans import CHANGES
+
+    if args.strategy == "placement":
+        for flag in ("microbatches", "schedule"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--{flag} is about pipelines; --strategy placement has none")
+    return Demands(
+        microbatches=args.microbatches,
+        schedule=args.schedule,
+        allow=frozenset(CHANGES[change] for change in args.allow),
+    )
+
+
 def _plan(args: argparse.Namespace) -> Answer:
     from agents import portfolio
     from simcore import cluster as clusters
     from simcore.cost import assumptions
     from simcore.sources import is_captured, load_graph
 
-    pins = _pins(args.pin)
+    pins, demands = _pins(args.pin), _demands(args)
     _check_writable(args.out, args.model, args.cluster)
     cluster = clusters.resolve(args.cluster)
     if is_captured(args.model) and not args.quiet:
@@ -117,6 +155,7 @@ def _plan(args: argparse.Namespace) -> Answer:
             job,
             settings=settings_of(args),
             strategy=args.strategy,
+            demands=demands,
             budget_seconds=portfolio.DEFAULT_BUDGET if args.budget is None else args.budget,
             evaluations=args.evaluations,
             seed=args.seed,

@@ -13,7 +13,7 @@ from simcore.plan import Settings
 
 FULL = "fair"
 _TRAIN_ON = {
-    "4xP100-PCIe": "ordered",
+    "4xP100-PCIe": "fair",
     "4xV100-NVLink": "none",
     "8xV100-NVLink": "none",
     "2x8xV100": "none",

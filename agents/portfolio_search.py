@@ -141,8 +141,11 @@ class Search:
         )
         self._note(self.recorder, self.budget)
         winner = self._winner()
-        if is_only or winner is None or winner[1] > self.pipelines.bound:
+        if is_only or winner is None or winner[1] > self.pipelines.least:
             self.pipelines.run(self.budget.part(1.0 if is_only else PIPELINE_SHARE))
+        winner = self._winner()
+        if winner is not None and winner[0] == PIPELINE and self._is_settled():
+            self.pipelines.run(self.budget.part(1.0))  # nothing else can be better
 
     def _note_pipeline(self, budget: Budget) -> None:
         self.recorder.evaluations += 1
@@ -298,7 +301,7 @@ class Search:
             return None, self._why_not_run()
         found = self.pipelines.best
         if found is None and self.pipelines.is_untried:
-            least = format_seconds(self.pipelines.bound)
+            least = format_seconds(self.pipelines.least)
             return None, f"not run: it would take at least {least}"
         return None if found is None else found.step_time, self.pipelines.note
 

@@ -36,6 +36,7 @@ def memory_breakdown(
     for device in range(len(run.allocated)):
         classes = _held(problem, run, device, held)
         classes |= _moving(problem, run, device)
+        classes[OTHER] += int(run.allocated[device]) - sum(classes.values())  # blocks cut smaller
         found.append({name: size for name, size in classes.items() if size})
     return tuple(found)
 

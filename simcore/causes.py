@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from simcore.graph import OpGraph
 from simcore.result import PathStep, RawRun, Transfer
@@ -19,53 +18,85 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """A run as tasks, and what occupied each device one after the other."""
+    """A run as tasks, and what occupied each device one after the other. Plain lists: it is walked.
+
+    Attributes:
+        graph: what ran.
+        run: its arrays.
+        transfers: as records.
+        place: device of each op, -1 = a collective.
+        begin: of each task, s.
+        end: of each task, s.
+        inputs: tensors of each op.
+        producer: op of each tensor, -1 = none.
+        readers: ops that read what each transfer brings, ascending.
+        streams: tasks of each device in their order.
+    """
 
     graph: OpGraph
     run: RawRun
     transfers: list[Transfer]
-    readers: list[int]  # first op that reads what each transfer brings
-    begin: NDArray[np.float64]  # [task] s
-    end: NDArray[np.float64]  # [task] s
-    streams: list[list[int]]  # tasks of each device in their order
+    place: list[int]
+    begin: list[float]
+    end: list[float]
+    inputs: list[list[int]]
+    producer: list[int]
+    readers: list[list[int]]
+    streams: list[list[int]]
 
 
 def make_timeline(graph: OpGraph, run: RawRun, num_devices: int) -> Timeline:
     """Returns the timeline of a run; under ``inline`` transfers occupy both of their devices."""
-    transfers = run.transfers()
-    readers = [_readers(graph, run, transfer)[0] for transfer in transfers]
     begin = np.where(run.placement < 0, run.request, run.start)
-    moves: list[list[int]] = [[] for _ in range(num_devices)]
+    inputs, first = graph.inputs.tolist(), graph.first_input.tolist()
+    transfers, readers = run.transfers(), _readers(graph, run, num_devices)
+    streams = _op_streams(run, num_devices)
     if run.p2p == "inline":
-        for number, transfer in enumerate(transfers):
-            for device in (transfer.source, transfer.target):
-                moves[device].append(graph.num_ops + number)
-    streams = []
-    for device in range(num_devices):
-        ops = np.flatnonzero(run.placement == device)
-        tasks = ops[np.lexsort((ops, run.end[ops], run.start[ops]))].tolist()
-        if moves[device]:  # their places in the program are known; they come before their readers
-            places = [(op, 1, op) for op in tasks]
-            places += [(readers[task - graph.num_ops], 0, task) for task in moves[device]]
-            tasks = [task for *_, task in sorted(places)]
-        streams.append(tasks)
+        streams = _with_transfers(streams, transfers, readers, graph.num_ops)
     return Timeline(
         graph=graph,
         run=run,
         transfers=transfers,
+        place=run.placement.tolist(),
+        begin=begin.tolist() + run.transfer_request.tolist(),
+        end=run.end.tolist() + run.transfer_end.tolist(),
+        inputs=[inputs[a:b] for a, b in itertools.pairwise(first)],
+        producer=graph.tensor_producer.tolist(),
         readers=readers,
-        begin=np.concatenate([begin, run.transfer_request]),
-        end=np.concatenate([run.end, run.transfer_end]),
         streams=streams,
     )
 
 
-def _readers(graph: OpGraph, run: RawRun, transfer: Transfer) -> list[int]:
-    """Returns the ops on the target that read what a transfer brings."""
-    begin, end = graph.first_consumer[transfer.tensor : transfer.tensor + 2]
-    readers = graph.consumers[begin:end]
-    ops: list[int] = readers[run.placement[readers] == transfer.target].tolist()
-    return ops
+def _readers(graph: OpGraph, run: RawRun, num_devices: int) -> list[list[int]]:
+    """Returns the ops that read what each transfer brings."""
+    tensor = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))
+    key = tensor * num_devices + run.placement[graph.consumers]
+    order = np.argsort(key, kind="stable")
+    wanted = run.transfer_tensor * num_devices + run.transfer_target
+    first = np.searchsorted(key[order], wanted, "left").tolist()
+    last = np.searchsorted(key[order], wanted, "right").tolist()
+    ops = graph.consumers[order].tolist()
+    return [ops[a:b] for a, b in zip(first, last, strict=True)]
+
+
+def _op_streams(run: RawRun, num_devices: int) -> list[list[int]]:
+    """Returns the ops of each device in the order in which they ran: by (start, end, op)."""
+    ops = np.flatnonzero(run.placement >= 0)
+    place = run.placement[ops]
+    order = ops[np.lexsort((ops, run.end[ops], run.start[ops], place))]
+    first = np.searchsorted(np.sort(place), np.arange(num_devices + 1)).tolist()
+    return [order[a:b].tolist() for a, b in itertools.pairwise(first)]
+
+
+def _with_transfers(
+    streams: list[list[int]], transfers: list[Transfer], readers: list[list[int]], num_ops: int
+) -> list[list[int]]:
+    """Puts transfers into the streams of both their devices, before their first readers."""
+    places = [[(op, 1, op) for op in stream] for stream in streams]
+    for number, transfer in enumerate(transfers):
+        for device in (transfer.source, transfer.target):
+            places[device].append((readers[number][0], 0, num_ops + number))
+    return [[task for *_, task in sorted(stream)] for stream in places]
 
 
 def idle_causes(
@@ -82,18 +113,17 @@ def idle_causes(
         device: device index.
         arrival: see `remote_arrivals`.
     """
-    num_ops, run = timeline.graph.num_ops, timeline.run
+    num_ops = timeline.graph.num_ops
     communication = launch = previous = 0.0
     for task in timeline.streams[device]:
-        begin, end = float(timeline.begin[task]), float(timeline.end[task])
+        begin, end = timeline.begin[task], timeline.end[task]
         if begin > previous:
             ready = previous
             if task in arrival:
                 request, there = arrival[task]
                 communication += max(0.0, min(there, begin) - max(request, previous))
                 ready = max(previous, there)
-            issue = run.issue[task] if task < num_ops else run.transfer_issue[task - num_ops]
-            launch += max(0.0, min(float(issue), begin) - ready)
+            launch += max(0.0, min(_issue(timeline, task)[0], begin) - ready)
         if task >= num_ops:
             communication += end - begin
         previous = max(previous, end)
@@ -117,8 +147,8 @@ def remote_arrivals(timeline: Timeline) -> dict[int, tuple[float, float]]:
         first, behind = graph.first_consumer[graph.first_output[collective : collective + 2]]
         ops = np.unique(graph.consumers[first:behind]).tolist()
         note(ops, _reached(graph, run, collective), float(run.end[collective]))
-    for transfer in timeline.transfers:
-        note(_readers(graph, run, transfer), transfer.request, transfer.end)
+    for number, transfer in enumerate(timeline.transfers):
+        note(timeline.readers[number], transfer.request, transfer.end)
     return last
 
 
@@ -150,14 +180,14 @@ def critical_path(timeline: Timeline, names: tuple[str, ...]) -> tuple[PathStep,
         for number, transfer in enumerate(timeline.transfers)
     }
     steps: list[PathStep] = []
-    task = int(timeline.end.argmax())
+    task = timeline.end.index(max(timeline.end))
     while True:
         steps.append(_step(timeline, task, names))
         causes = list(_causes(timeline, task, before, incoming))
-        cause = max(causes, key=lambda one: float(timeline.end[one]), default=None)
+        cause = max(causes, key=timeline.end.__getitem__, default=None)
         issue, awaited = _issue(timeline, task)
         if cause is None or issue > timeline.end[cause]:
-            begin = float(timeline.end[awaited]) if awaited >= 0 else 0.0
+            begin = timeline.end[awaited] if awaited >= 0 else 0.0
             if issue > begin:
                 steps.append(PathStep("launch", steps[-1].name, HOST, begin, issue))
             if awaited < 0:
@@ -182,18 +212,18 @@ def _causes(
     incoming: dict[tuple[int, int], int],
 ) -> Iterator[int]:
     """Yields the tasks that a task had to wait for."""
-    graph, run = timeline.graph, timeline.run
+    num_ops = timeline.graph.num_ops
     yield from before.get(task, ())
-    if task >= graph.num_ops:
-        transfer = timeline.transfers[task - graph.num_ops]
-        if run.p2p == "rendezvous":
-            yield from before.get(timeline.readers[task - graph.num_ops], ())
-        yield int(graph.tensor_producer[transfer.tensor])
+    if task >= num_ops:
+        if timeline.run.p2p == "rendezvous":
+            yield from before.get(timeline.readers[task - num_ops][0], ())
+        yield timeline.producer[timeline.transfers[task - num_ops].tensor]
         return
-    for tensor in graph.inputs[graph.first_input[task] : graph.first_input[task + 1]].tolist():
-        producer = int(graph.tensor_producer[tensor])
+    device = timeline.place[task]
+    for tensor in timeline.inputs[task]:
+        producer = timeline.producer[tensor]
         if producer >= 0:
-            yield incoming.get((tensor, int(run.placement[task])), producer)
+            yield incoming.get((tensor, device), producer)
 
 
 def _issue(timeline: Timeline, task: int) -> tuple[float, int]:
@@ -202,18 +232,17 @@ def _issue(timeline: Timeline, task: int) -> tuple[float, int]:
     if task >= num_ops:
         number = task - num_ops
         return float(run.transfer_issue[number]), int(run.transfer_waited[number])
-    if run.placement[task] < 0:
+    if timeline.place[task] < 0:
         return 0.0, -1
     return float(run.issue[task]), int(run.waited[task])
 
 
 def _step(timeline: Timeline, task: int, names: tuple[str, ...]) -> PathStep:
-    graph, run = timeline.graph, timeline.run
-    begin, end = float(timeline.begin[task]), float(timeline.end[task])
+    graph, begin, end = timeline.graph, timeline.begin[task], timeline.end[task]
     if task >= graph.num_ops:
         transfer = timeline.transfers[task - graph.num_ops]
         place = f"{names[transfer.source]} -> {names[transfer.target]}"
         return PathStep("transfer", graph.tensor_names[transfer.tensor], place, begin, end)
-    if run.placement[task] < 0:
+    if timeline.place[task] < 0:
         return PathStep("collective", graph.op_names[task], graph.op_targets[task], begin, end)
-    return PathStep("compute", graph.op_names[task], names[run.placement[task]], begin, end)
+    return PathStep("compute", graph.op_names[task], names[timeline.place[task]], begin, end)

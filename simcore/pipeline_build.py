@@ -42,6 +42,9 @@ def stage_of_units(plan: Plan, graph: OpGraph) -> NDArray[np.int32]:
                 other = plan.stages[found[index[name]]].name
                 raise PlanError(f"op {name!r} is in stages {other!r} and {stage.name!r}")
             found[index[name]] = number
+    for number, stage in enumerate(plan.stages):
+        if not stage.ops:
+            raise PlanError(f"stage {stage.name!r} (number {number}) has no ops")
     if (found < 0).any():
         name = graph.unit_names[int(np.flatnonzero(found < 0)[0])]
         raise PlanError(f"op {name!r} is in no stage")
@@ -111,7 +114,8 @@ def semantics_of(plan: Plan, graph: OpGraph) -> tuple[str, ...]:
     found = []
     if plan.schedule == ASYNCHRONOUS:
         found.append(SEMANTICS_ASYNC)
-    if plan.microbatches > 1 and any("batch_norm" in target for target in graph.op_targets):
+    splits = plan.microbatches > 1 and plan.schedule != ASYNCHRONOUS
+    if splits and any("batch_norm" in target for target in graph.op_targets):
         found.append(SEMANTICS_BATCH_NORM)
     return tuple(found)
 

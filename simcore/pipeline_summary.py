@@ -98,9 +98,7 @@ def explain_pipeline(
     names = {name for stage in plan.stages for name in stage.devices}
     used = [use for use in result.devices if use.name in names]
     sentences = [_shape(plan), _bubble(result, used), _binds(plan, result)]
-    full = [stage.name for stage in plan.stages if stage.recompute != "none"]
-    if full:
-        sentences.append(f"Memory binds: {', '.join(full)} run forwards again to fit.")
+    sentences += _recomputed(plan)
     single = baselines.get("single_device")
     if single is not None and result.step_time:
         times = single / result.step_time
@@ -118,7 +116,18 @@ def explain_pipeline(
     if idle:
         reason = notes.get("pipeline", "")
         sentences.append(f"Idle: {', '.join(idle)}{f' ({reason})' if reason else ''}.")
-    return " ".join(sentences)
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _recomputed(plan: Plan) -> list[str]:
+    """Says which stages run what again."""
+    words = {"full": "run their forward again", "selective": "run attention cores again"}
+    parts = []
+    for how, what in words.items():
+        stages = [stage.name for stage in plan.stages if stage.recompute == how]
+        if stages:
+            parts.append(f"{', '.join(stages)} {what}")
+    return [f"Memory binds: {'; '.join(parts)}."] if parts else []
 
 
 def _shape(plan: Plan) -> str:
@@ -160,7 +169,7 @@ def _binds(plan: Plan, result: Result) -> str:
         total[step.kind] += step.end - step.start  # type: ignore[assignment]
         if step.kind == "compute":
             device[step.place] += step.end - step.start  # type: ignore[assignment]
-    if not device:
+    if not device or not sum(total.values()):
         return ""
     name, seconds = device.most_common(1)[0]
     stages = [stage.name for stage in plan.stages if name in stage.devices]

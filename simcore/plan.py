@@ -279,8 +279,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return found
 
     def _validate_schedule(self) -> list[str]:
-        found = []
+        found: list[str] = []
+        ranks = dict.fromkeys(stage.devices for stage in self.stages)
+        devices = [device for rank in ranks for device in rank]
+        found += [
+            f"device {device!r} is in two ranks; stages share all their devices or none"
+            for device in dict.fromkeys(devices)
+            if len(ranks) > 1 and devices.count(device) > 1
+        ]
+        if self.is_pipeline and self.priorities:
+            found.append("plan has priorities of ops, but a pipeline's schedule orders them")
         if not self.is_pipeline:
+            found += [
+                f"stage {stage.name!r}: has {field}, but the plan has no schedule"
+                for stage in self.stages
+                for field, given in (
+                    ("ops", stage.ops),
+                    ("recompute", stage.recompute != "none"),
+                )
+                if given
+            ]
             if self.microbatches > 1 or self.optimizer_sharding:
                 found.append("plan has microbatches or a sharded optimizer, but no schedule")
         elif self.schedule == NO_SCHEDULE:

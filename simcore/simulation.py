@@ -18,7 +18,7 @@ from simcore.pipeline_ops import op_program
 from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import DEFAULT_BUCKETS, ONE_HOST, Buckets, Plan, Settings
 from simcore.program import copy_program
-from simcore.result import Result
+from simcore.result import DeviceUse, Result
 from simcore.run import BatchResult, run_placement, simulate_batch
 from simcore.steady_state import steady_period
 
@@ -174,22 +174,25 @@ def per_minibatch(result: Result, pipeline: Pipeline, cluster: Cluster) -> Resul
     """
     count = pipeline.schedule.num_microbatches
     updates = np.flatnonzero(result.graph.phase == Phase.U)
-    ends = np.maximum.accumulate(result.run.end[updates].reshape(-1, len(updates) // count).max(1))
-    early, late = count // 2, 3 * count // 4
-    seconds = float(ends[late] - ends[early]) / max(1, late - early)
+    seconds = max((use.busy for use in result.devices), default=0.0) / count
+    if len(updates) >= count:
+        ends = result.run.end[updates].reshape(-1, len(updates) // count).max(1)
+        ends = np.maximum.accumulate(ends)
+        early, late = count // 2, 3 * count // 4
+        seconds = max(seconds, float(ends[late] - ends[early]) / max(1, late - early))
     if all(len(rank) == 1 for rank in pipeline.devices):
         seconds = max(seconds, hop_period(pipeline, cluster))
-    devices = tuple(
-        replace(
-            use,
-            busy=use.busy / count,
-            communication=use.communication / count,
-            launch=use.launch / count,
-            bubble=max(0.0, seconds - (use.busy + use.communication + use.launch) / count),
-        )
-        for use in result.devices
-    )
+    devices = tuple(_use_per_minibatch(use, count, seconds) for use in result.devices)
     return replace(result, step_time=seconds, devices=devices)
+
+
+def _use_per_minibatch(use: DeviceUse, count: int, seconds: float) -> DeviceUse:
+    """Returns how a device spends one minibatch; idle causes of the start and the end are cut."""
+    busy = use.busy / count
+    communication = min(use.communication / count, seconds - busy)
+    launch = min(use.launch / count, seconds - busy - communication)
+    rest = seconds - busy - communication - launch
+    return replace(use, busy=busy, communication=communication, launch=launch, bubble=rest)
 
 
 def hop_period(pipeline: Pipeline, cluster: Cluster) -> float:

@@ -123,8 +123,10 @@ def _lives(graph: OpGraph, cut: Cut, tensor_bytes: NDArray[np.int64], work: Work
     place = cut.stage[touches.op] * graph.num_storages + touches.storage  # [touch]
     memory = place[touch] * 2 + again
     by_memory = np.lexsort((run, memory))
-    start = np.flatnonzero(np.diff(memory[by_memory], prepend=-1))
-    end = np.append(start[1:], len(memory)) - 1
+    is_new = np.ones(len(memory), np.bool_)
+    is_new[1:] = memory[by_memory][1:] != memory[by_memory][:-1]
+    start = np.flatnonzero(is_new)
+    end = np.append(start, len(memory))[1:] - 1
     part_of_run = np.repeat(np.arange(len(order.first) - 1) % PARTS, np.diff(order.first))
     first, last = run[by_memory[start]], run[by_memory[end]]
     place, again = place[touch[by_memory[start]]], again[by_memory[start]]  # [life]

@@ -203,6 +203,27 @@ def test_where_data_parallel_is_not_possible_the_reason_is_given(
     assert reason in found.notes["data_parallel"]
 
 
+def test_gradients_are_summed_at_once_where_many_sums_would_take_longer() -> None:
+    """Each sum waits 2 ms; the backward of a layer takes 1 ms."""
+    graph, job = step(6, gradient=2**25), Job(batch=4, optimizer="sgd", assume_linear=True)
+    found = find(graph, mesh(GPU, GPU, bandwidth=1e11, latency=1e-3), job)
+    once = 6 * 1.5e-3 + 2e-3 + 6 * 2**25 / 1e11
+    assert found.result.step_time == pytest.approx(once, rel=1e-9)
+    assert found.plan.buckets.num_bytes == 0
+    assert found.result.step_time >= found.lower_bound
+
+
+def test_gradients_are_views_of_their_buckets_where_it_would_not_fit_otherwise() -> None:
+    graph, job = step(2, gradient=3 * GiB), Job(batch=4, optimizer="sgd", assume_linear=True)
+    found = find(graph, mesh(GPU, GPU, bandwidth=1e14), job)  # 6 GiB of parameters and gradients
+    assert found.plan.stages[0].mesh == {"dp": 2}
+    assert found.plan.buckets.as_views
+    record = plan_record(
+        graph, mesh(GPU, GPU, bandwidth=1e14), job, found.plan, found.result, found.lower_bound
+    )
+    assert "gradient_as_bucket_view=True" in record["explanation"]
+
+
 def test_copies_that_do_not_fit_are_null_with_the_bytes() -> None:
     graph, job = step(2, gradient=5 * GiB), Job(batch=4, optimizer="sgd", assume_linear=True)
     found = find(graph, mesh(GPU, GPU), job)
