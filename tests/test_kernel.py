@@ -159,14 +159,25 @@ def empty_scratch(num_events: int) -> records.Scratch:
     return scratch._replace(heap=make_records(num_events, records.EVENT))
 
 
-def form(function, request_python: bool):
-    """A kernel function as compiled code, or as Python (its callees stay compiled)."""
-    return getattr(function, "py_func", function) if request_python else function
+@compiled.compiled_entry
+def push_event(scratch, time, item):
+    heap.push_event(scratch, time, item)
+
+
+@compiled.compiled_entry
+def pop_event(scratch):
+    return heap.pop_event(scratch)
+
+
+def form(entry, function, request_python: bool):
+    """A kernel function as compiled code (through an entry) or as Python."""
+    return getattr(function, "py_func", function) if request_python else entry
 
 
 @pytest.mark.parametrize("python", [False, True], ids=["compiled", "python"])
 def test_events_come_out_by_time(python):
-    push, pop = form(heap.push_event, python), form(heap.pop_event, python)
+    push = form(push_event, heap.push_event, python)
+    pop = form(pop_event, heap.pop_event, python)
     rng = np.random.default_rng(5)
     scratch, expected = empty_scratch(200), []
     for item in range(200):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.kernel.compiled import compiled, compiled_apart
+from simcore.kernel.compiled import compiled, compiled_apart, compiled_entry
 from simcore.kernel.lane_memory import walk_lanes
 from simcore.kernel.lanes import LANES, LaneScratch, load_lanes, sweep_lanes
 from simcore.kernel.lowering import list_ops, make_transfers, note_messages
@@ -132,28 +132,28 @@ def flow_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, pla
         _measure(tables, mode, plans, s, plan, play_fluid(tables, mode, s))
 
 
-@compiled
+@compiled_entry
 def run_events(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
     """Plays the placements begin to end of a batch by events and writes their outcome."""
     for plan in range(begin, end):
         play_one(tables, mode, plans, s, plan, plan)
 
 
-@compiled
+@compiled_entry
 def run_fluid(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
     """Plays them by events where rates change."""
     for plan in range(begin, end):
         flow_one(tables, mode, plans, s, plan, plan)
 
 
-@compiled
+@compiled_entry
 def run_sweep(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, end: int) -> None:
     """Sweeps the placements begin to end of a batch one by one and writes their outcome."""
     for plan in range(begin, end):
         sweep_one(tables, mode, plans, s, plan, plan)
 
 
-@compiled
+@compiled_entry
 def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch
     tables: Tables,
     mode: Mode,

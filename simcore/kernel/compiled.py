@@ -28,14 +28,26 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
+_INSIDE = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def compiled(function: Function) -> Function:
-    """Compiles a function of the kernel, at its first call; typed as the function it is given."""
-    return cast(Function, numba.njit(**_OPTIONS)(function))
+    """Compiles a function that only compiled code calls; typed as the function it is given.
+
+    It is inlined, and has no entry from Python, which would take longer to compile than the rest;
+    called from Python it ends the process.
+    """
+    return cast(Function, numba.njit(**_INSIDE)(function))
 
 
 def compiled_apart(function: Function) -> Function:
     """Compiles a large function once for all its callers, which call it instead of inlining it."""
-    return cast(Function, numba.njit(**_OPTIONS | {"forceinline": False})(function))
+    return cast(Function, numba.njit(**_INSIDE | {"forceinline": False})(function))
+
+
+def compiled_entry(function: Function) -> Function:
+    """Compiles a function that Python calls, at its first call."""
+    return cast(Function, numba.njit(**_OPTIONS)(function))
 
 
 _HERE = Path(__file__).parent

@@ -42,7 +42,7 @@ _COMPUTE_END, _COMM_END = int(Kind.COMPUTE_END), int(Kind.COMM_END)
 _LATENCY_OVER, _ISSUE = int(Kind.LATENCY_OVER), int(Kind.ISSUE)
 _HEAP, _DIRTY = int(Count.HEAP), int(Count.DIRTY)
 _OFFERS, _FINISHED = int(Count.OFFERS), int(Count.FINISHED)
-_TRANSFERS = int(Count.TRANSFERS)
+_TRANSFERS, _WANTED = int(Count.TRANSFERS), int(Count.WANTED)
 
 
 @compiled
@@ -53,25 +53,31 @@ def _end_later(s: Scratch, comm: int, start: float, end: float) -> None:
 
 
 @compiled
-def _request(tables: Tables, mode: Mode, s: Scratch, transfer: int, now: float) -> None:
-    """All is there: the transfer takes its place in the queues and waits its latency."""
-    s.comms[transfer].request = now
-    pair = tables.pairs[route_of(tables, s, transfer)]
-    over = now + pair.latency
-    if mode.contention == _FREE and mode.fluid == 0:
-        end = over + tables.tensors[s.comms[transfer].tensor].num_bytes / pair.bandwidth
-        if end > over:
-            _end_later(s, transfer, over, end)
-            return
-    elif mode.contention == _FIFO:
-        enter(tables, mode, s, transfer)
-    elif mode.contention == _FAIR:
-        enter_engines(tables, s, transfer)
-    _wait(s, transfer, over, now)
+def _want(s: Scratch, comm: int) -> None:
+    """Notes that all is there for a comm: it is requested before anything starts in this round."""
+    s.wanted[s.counts[_WANTED]] = comm
+    s.counts[_WANTED] += 1
 
 
 @compiled
-def _wait(s: Scratch, comm: int, over: float, now: float) -> None:
+def _request(tables: Tables, mode: Mode, s: Scratch, comm: int, now: float) -> None:
+    """The comm takes its place in the queues and waits its latency."""
+    s.comms[comm].request = now
+    collective = comm - s.counts[_TRANSFERS]
+    if collective >= 0:
+        over = now + tables.collectives[collective].latency
+    else:
+        pair = tables.pairs[route_of(tables, s, comm)]
+        over = now + pair.latency
+        if mode.contention == _FREE and mode.fluid == 0:
+            end = over + tables.tensors[s.comms[comm].tensor].num_bytes / pair.bandwidth
+            if end > over:
+                _end_later(s, comm, over, end)
+                return
+        elif mode.contention == _FAIR:
+            enter_engines(tables, s, comm)
+    if mode.contention == _FIFO:
+        enter(tables, mode, s, comm)
     if over > now:
         push_event(s, over, comm * 4 + _LATENCY_OVER)
     else:
@@ -80,21 +86,11 @@ def _wait(s: Scratch, comm: int, over: float, now: float) -> None:
 
 
 @compiled
-def _request_collective(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> None:
-    """All members have reached a collective."""
-    comm = s.counts[_TRANSFERS] + tables.ops[op].collective
-    s.comms[comm].request = now
-    if mode.contention == _FIFO:
-        enter(tables, mode, s, comm)
-    _wait(s, comm, now + tables.collectives[tables.ops[op].collective].latency, now)
-
-
-@compiled
-def _meet(tables: Tables, mode: Mode, s: Scratch, transfer: int, now: float) -> None:
+def _meet(s: Scratch, transfer: int) -> None:
     """One of the two things that a transfer of rendezvous awaits has happened."""
     s.messages[transfer].awaited -= 1
     if s.messages[transfer].awaited == 0:
-        _request(tables, mode, s, transfer, now)
+        _want(s, transfer)
 
 
 @compiled
@@ -110,9 +106,9 @@ def end_compute(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> 
             _deliver_here(tables, mode, s, tensor, device, now)
     for transfer in range(s.ops[op].first_transfer, s.ops[op + 1].first_transfer):
         if mode.p2p == _RENDEZVOUS:
-            _meet(tables, mode, s, transfer, now)
+            _meet(s, transfer)
         elif mode.p2p != _INLINE:
-            _request(tables, mode, s, transfer, now)
+            _want(s, transfer)
     host = 0 if mode.host == _ONE else device
     if s.devices[host].host_waits == op:
         s.devices[host].host_waits = NONE
@@ -132,7 +128,7 @@ def _deliver_here(
         if s.ops[reader].place == NONE:
             s.ops[reader].pending -= 1
             if s.ops[reader].pending == 0:
-                _request_collective(tables, mode, s, reader, now)
+                _want(s, s.counts[_TRANSFERS] + tables.ops[reader].collective)
         elif mode.order == _READY and s.ops[reader].place == device:
             s.ops[reader].pending -= 1
             if s.ops[reader].pending == 0:
@@ -153,7 +149,7 @@ def _deliver(
         if place == NONE and device == NONE:
             s.ops[reader].pending -= 1
             if s.ops[reader].pending == 0:
-                _request_collective(tables, mode, s, reader, now)
+                _want(s, s.counts[_TRANSFERS] + tables.ops[reader].collective)
         elif place == device or device == NONE:
             s.ops[reader].pending -= 1
             if s.ops[reader].pending == 0:
@@ -191,11 +187,11 @@ def end_comm(tables: Tables, mode: Mode, s: Scratch, comm: int, now: float) -> N
 
 
 @compiled
-def request_collectives(tables: Tables, mode: Mode, s: Scratch) -> None:
-    """Requests the collectives that wait for nothing."""
+def want_collectives(tables: Tables, s: Scratch) -> None:
+    """Notes the collectives that wait for nothing."""
     for collective in range(tables.last_producer.shape[0]):
         if tables.last_producer[collective] == NONE:
-            _request_collective(tables, mode, s, tables.collectives[collective].op, 0.0)
+            _want(s, s.counts[_TRANSFERS] + collective)
 
 
 @compiled
@@ -281,7 +277,7 @@ def _post(tables: Tables, mode: Mode, s: Scratch, device: int, op: int, now: flo
     s.posts[op].is_posted = 1
     s.devices[device].woken = NONE  # the op itself may have to be waited for
     while transfer != NONE:
-        _meet(tables, mode, s, transfer, now)
+        _meet(s, transfer)
         transfer = s.messages[transfer].next_inbound
 
 
@@ -302,7 +298,7 @@ def _start_inline(
     s.devices[target].head = s.messages[transfer].next_at_target
     s.devices[source].running = item
     s.devices[target].running = item
-    _request(tables, mode, s, transfer, now)
+    _want(s, transfer)
 
 
 @compiled
@@ -360,4 +356,7 @@ def start(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
         else:
             _start_in_program_order(tables, mode, s, device, now)
     s.counts[_DIRTY] = 0
+    for index in range(s.counts[_WANTED]):
+        _request(tables, mode, s, s.wanted[index], now)
+    s.counts[_WANTED] = 0
     _start_comms(tables, mode, s, now)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.kernel.batch import Plans, flow_one, play_one, sweep_one
-from simcore.kernel.compiled import compiled
+from simcore.kernel.compiled import compiled, compiled_entry
 from simcore.kernel.records import NONE, Mode, Records, Scratch, Tables
 
 SIZES = (
@@ -179,7 +179,7 @@ def _write_plan(
         plans.placements[0, task] = stages.devices[plan, rank] if rank != NONE else NONE
 
 
-@compiled
+@compiled_entry
 def sweep_pipelines(  # noqa: PLR0913, PLR0917 - a batch of another kind
     tables: Tables,
     mode: Mode,
@@ -196,7 +196,7 @@ def sweep_pipelines(  # noqa: PLR0913, PLR0917 - a batch of another kind
         sweep_one(tables, mode, plans, s, 0, plan)
 
 
-@compiled
+@compiled_entry
 def play_pipelines(  # noqa: PLR0913, PLR0917 - a batch of another kind
     tables: Tables,
     mode: Mode,
@@ -213,7 +213,7 @@ def play_pipelines(  # noqa: PLR0913, PLR0917 - a batch of another kind
         play_one(tables, mode, plans, s, 0, plan)
 
 
-@compiled
+@compiled_entry
 def flow_pipelines(  # noqa: PLR0913, PLR0917 - a batch of another kind
     tables: Tables,
     mode: Mode,

@@ -95,7 +95,8 @@ class Count(IntEnum):
     TIMED = 6  # works in the heap of ends
     ACTIVE = 7  # comms under way
     CHANGED = 8  # channels whose flows have changed in this round
-    SIZE = 9
+    WANTED = 9  # comms that are to be requested in this round
+    SIZE = 10
 
 
 class Mode(NamedTuple):
@@ -341,6 +342,7 @@ class Scratch(NamedTuple):
     queues: Records  # QUEUE [resource]
     heap: Records  # EVENT [event]
     offers: NDArray[np.int64]  # [offer] stack of transfers that may start in this round
+    wanted: NDArray[np.int64]  # [comm] stack of comms to be requested in this round
     counts: NDArray[np.int64]  # [Count]
 
 
@@ -391,5 +393,6 @@ def make_scratch(tables: Tables) -> Scratch:
         queues=make_records(len(tables.bandwidth) + 2 * num_devices, QUEUE),
         heap=make_records(2 * num_ops + 2 * comms + 2 * num_devices, EVENT),
         offers=np.zeros(int(first_node[-1]) + comms, np.int64),
+        wanted=np.zeros(comms, np.int64),
         counts=np.zeros(int(Count.SIZE), np.int64),
     )
