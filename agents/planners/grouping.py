@@ -54,6 +54,13 @@ class Grouping:
         """Number of groups."""
         return len(self.allowed)
 
+    @property
+    def members(self) -> tuple[NDArray[np.int32], ...]:
+        """Units of each group, ascending, [group][...]."""
+        units = np.argsort(self.group, kind="stable").astype(np.int32)
+        parts = np.split(units, np.flatnonzero(np.diff(self.group[units])) + 1)
+        return tuple(parts[: self.num_groups])
+
     def expand(self, actions: NDArray[np.integer]) -> NDArray[np.int32]:
         """Returns placements, [..., unit], from devices of groups, [..., group].
 

@@ -1,12 +1,23 @@
-"""Neighbours of a placement: a unit, a run of units or a module moves, two devices swap."""
+"""Neighbours of a placement: a unit, a run, a module or a group moves, or two devices swap.
 
+Groups are the units of coarser graphs. In a chain they are runs of the program order, which move
+anyway; where branches lie side by side, no run is a branch, and groups are what moves one. So the
+more of them are no runs, the more neighbours move a group; in a chain, none does.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.planners.grouping import Grouping
 from agents.planners.space import PlacementSpace
 from simcore.graph import OpGraph
+
+_LEVELS = (16, 32, 64, 128)  # groups of each coarser graph, at most
+_GROUPED = 0.8  # fraction of neighbours that move a group, where no group is a run
+_DRAWS = 3  # of a neighbour, until it differs: one that does not wastes an evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,6 +31,8 @@ class Moves:
     first_friend: NDArray[np.int64]  # [unit + 1] offsets into friends
     friends: NDArray[np.int32]  # [entry] units it exchanges tensors with
     modules: tuple[NDArray[np.int32], ...]  # [module][...] units, where there are several
+    groups: tuple[NDArray[np.int32], ...]  # [group][...] units of a unit of a coarser graph
+    group_share: float  # of the neighbours that move a group
 
     @classmethod
     def of(cls, space: PlacementSpace) -> "Moves":
@@ -27,6 +40,7 @@ class Moves:
         rank = np.empty(space.num_units, np.int64)
         rank[space.order] = np.arange(space.num_units)
         first, friends = _friends(space.problem.graph)
+        groups = _groups(space)
         return cls(
             space=space,
             movable=np.flatnonzero(space.allowed.sum(axis=1) > 1).astype(np.int32),
@@ -35,12 +49,27 @@ class Moves:
             first_friend=first,
             friends=friends,
             modules=_modules(space.problem.graph),
+            groups=groups,
+            group_share=_GROUPED * _scattered(groups, rank) ** 0.5,
         )
 
     def neighbour(
         self, placement: NDArray[np.int32], rng: np.random.Generator, spent: float
     ) -> NDArray[np.int32]:
         """Returns a changed copy of a placement, [unit]; changes are smaller the more is spent."""
+        for _ in range(_DRAWS):
+            drawn = self._draw(placement, rng, spent)
+            if not np.array_equal(drawn, placement):
+                break
+        return drawn
+
+    def _draw(
+        self, placement: NDArray[np.int32], rng: np.random.Generator, spent: float
+    ) -> NDArray[np.int32]:
+        """Returns a copy of a placement, [unit], in which what moves may be where it was."""
+        if self.group_share and rng.random() < self.group_share:
+            units = self.groups[rng.integers(len(self.groups))]
+            return self._move(placement, units, self._near(placement, int(units[0]), rng))
         kind = rng.random()
         unit = int(self.movable[rng.integers(len(self.movable))])
         if kind < 0.25 + 0.25 * spent:
@@ -140,3 +169,16 @@ def _modules(graph: OpGraph) -> tuple[NDArray[np.int32], ...]:
     groups = {tuple(sorted(units)) for units in members.values()}
     kept = sorted(group for group in groups if 1 < len(group) < graph.num_units)
     return tuple(np.array(group, np.int32) for group in kept)
+
+
+def _groups(space: PlacementSpace) -> tuple[NDArray[np.int32], ...]:
+    """Returns the distinct groups of several units but not all, at every level."""
+    every = (units for level in _LEVELS for units in Grouping.of(space, level).members)
+    distinct = {units.tobytes(): units for units in every if 1 < len(units) < space.num_units}
+    return tuple(distinct.values())
+
+
+def _scattered(groups: Sequence[NDArray[np.int32]], rank: NDArray[np.int64]) -> float:
+    """Returns the fraction of groups whose units do not follow each other in program order."""
+    apart = sum(int(np.ptp(rank[units])) >= len(units) for units in groups)
+    return apart / max(1, len(groups))
