@@ -108,7 +108,7 @@ def end_compute(tables: Tables, mode: Mode, s: Scratch, op: int, now: float) -> 
         if mode.p2p == _RENDEZVOUS:
             _meet(s, transfer)
         elif mode.p2p != _INLINE:
-            _want(s, transfer)
+            _request(tables, mode, s, transfer, now)
     host = 0 if mode.host == _ONE else device
     if s.devices[host].host_waits == op:
         s.devices[host].host_waits = NONE
