@@ -236,3 +236,71 @@ def test_settings_change_what_a_pipeline_takes() -> None:
     }
     assert times["inline"] > times["copy"]
     assert times["rendezvous"] >= times["copy"]
+
+
+# what a hostile reader found
+
+
+def lonely(outputs: Sequence[Out] = ()) -> OpGraph:
+    """One op that nothing updates."""
+    builder = GraphBuilder("lonely", batch=8)
+    builder.op("x", seconds=1.0, kernels=0, outputs=outputs)
+    return builder.build(measured_on=V100)
+
+
+@pytest.mark.parametrize("granularity", ["task", "op"])
+def test_a_pipeline_without_any_tensor_runs(granularity: str) -> None:
+    graph, cluster = lonely(), chain_of(1)
+    plan = plan_of(graph, cluster, [["x"]], [["d0"]], microbatches=1)
+    settings = Settings(host="per_rank", granularity=granularity)
+    assert simulate(graph, cluster, JOB, plan, settings=settings).step_time == 1.0
+
+
+@pytest.mark.parametrize("granularity", ["task", "op"])
+def test_an_asynchronous_pipeline_without_updates_takes_its_busy_time(granularity: str) -> None:
+    graph, cluster = lonely([Out(8)]), chain_of(1)
+    plan = plan_of(
+        graph, cluster, [["x"]], [["d0"]], schedule="pipedream", semantics=(SEMANTICS_ASYNC,)
+    )
+    settings = Settings(host="per_rank", granularity=granularity)
+    assert simulate(graph, cluster, JOB, plan, settings=settings).step_time == 1.0
+
+
+def test_the_parts_of_an_asynchronous_step_add_up() -> None:
+    graph, cluster = layers(4), chain_of(2, bandwidth=4000.0)
+    plan = halves(cluster, graph, schedule="pipedream", semantics=(SEMANTICS_ASYNC,))
+    result = simulate(graph, cluster, JOB, plan)
+    for use in result.devices:
+        parts = (use.busy, use.communication, use.launch, use.bubble)
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(result.step_time)
+
+
+def test_ranks_share_all_their_devices_or_none() -> None:
+    graph, cluster = layers(4), chain_of(3)
+    plan = plan_of(graph, cluster, [["f0", "f1"], ["f2", "f3"]], [["d0", "d1"], ["d1", "d2"]])
+    with pytest.raises(PlanError, match="device 'd1' is in two ranks"):
+        simulate(graph, cluster, JOB, plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"ops": ("f0",)}, "has ops, but the plan has no schedule"),
+        ({"recompute": "full"}, "has recompute, but the plan has no schedule"),
+    ],
+)
+def test_fields_that_nothing_would_read_are_refused(fields: dict[str, object], match: str) -> None:
+    graph, cluster = layers(2), chain_of(2)
+    stage = Stage(devices=("d0", "d1"), mesh={"dp": 2}, **fields)
+    plan = plan_of(graph, cluster, [["f0", "f1"]], [["d0"]], microbatches=1)
+    plan = msgspec.structs.replace(plan, stages=(stage,), schedule="none")
+    with pytest.raises(PlanError, match=match):
+        simulate(graph, cluster, JOB, plan)
+
+
+def test_a_stage_without_ops_is_named() -> None:
+    graph, cluster = layers(2), chain_of(2)
+    plan = plan_of(graph, cluster, [["f0", "f1"], []], [["d0"], ["d1"]])
+    with pytest.raises(PlanError, match=r"stage 's1' \(number 1\) has no ops"):
+        simulate(graph, cluster, JOB, plan)
