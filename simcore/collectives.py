@@ -138,13 +138,6 @@ def make_collective(
     return _quickest(timed or options)
 
 
-def ring_all_reduce(num_bytes: float, cluster: Cluster, devices: Sequence[int]) -> float:
-    """Returns the seconds of a ring all-reduce on an idle network, see `make_collective`."""
-    return make_collective(
-        "all_reduce", int(num_bytes), cluster, devices, algorithm="ring"
-    ).idle_time
-
-
 def topology(cluster: Cluster, members: Sequence[int]) -> str:
     """Returns what a group looks like to a curve: ``1 node, V100-SXM2-16GB, NVLink2-1+NVLink2-2``.
 

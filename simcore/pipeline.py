@@ -138,15 +138,10 @@ class Pipeline:
         """Returns what one microbatch of a stage holds between its phases."""
         tables = self.tables[stage]
         saved, kept = int(tables.saved[stage]), int(tables.kept[stage])
-        if not self.splits:
+        if not self.schedule.splits:
             return Saved(saved, 0, 0)
         shared = min(saved, kept)
         return Saved(saved - shared, shared, kept - shared)
-
-    @property
-    def splits(self) -> bool:
-        """Whether weight gradients have a phase of their own."""
-        return any(action.phase == Phase.W for row in self.schedule.actions for action in row)
 
     def sent(self, edge: tuple[int, int], *, forward: bool, share: float = 1.0) -> int:
         """Returns the bytes that go along an edge for a share of a microbatch's samples."""

@@ -152,7 +152,7 @@ def build_pipeline(
     schedule = plan_schedule(plan, edges)
     copies = [len(each.devices) for each in plan.stages]
     microbatch = split_batch(job, plan, schedule.asynchronous, max(copies))
-    sizes = [_share(microbatch, count) for count in copies]
+    sizes = [microbatch // count for count in copies]
     kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
     batches = tuple(dict.fromkeys(sizes))
     if cost is None:
@@ -163,9 +163,10 @@ def build_pipeline(
         for size in batches
     }
     ranks = list(dict.fromkeys(each.devices for each in plan.stages))
-    splits = any(action.phase == Phase.W for row in schedule.actions for action in row)
     parts = [
-        backward_parts(graph, cost, tables[size], number, plan.buckets, weights_only=splits)
+        backward_parts(
+            graph, cost, tables[size], number, plan.buckets, weights_only=schedule.splits
+        )
         if count > 1
         else ()
         for number, (size, count) in enumerate(zip(sizes, copies, strict=True))
@@ -214,10 +215,6 @@ def split_batch(job: Job, plan: Plan, asynchronous: bool, most_copies: int) -> i
                 f"{len(stage.devices)} copies"
             )
     return size
-
-
-def _share(microbatch: int, copies: int) -> int:
-    return microbatch // copies
 
 
 def backward_parts(

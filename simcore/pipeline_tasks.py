@@ -66,6 +66,7 @@ class PipelineWriter:
         schedule = pipeline.schedule
         self.before, self.after = neighbours(schedule.num_stages, schedule.edges)
         self.edges = {edge: number for number, edge in enumerate(schedule.edges)}
+        self.between = [pipeline.saved(stage) for stage in range(schedule.num_stages)]
         self.placement: list[int] = []
         zero = np.zeros(len(pipeline.kinds))
         self.nothing = Cost(zero, zero, zero)
@@ -121,7 +122,7 @@ class PipelineWriter:
             place, key = (action.stage, copy), (action.stage, copy, action.microbatch)
             received = self.inbox.pop((Phase.F, *key), [])
             messages = self._messages(action, copy)
-            saved = self.pipeline.saved(action.stage)
+            saved = self.between[action.stage]
             freed = Out(saved.freed, name=f"{action}.{copy} freed")
             shared = Out(saved.shared, name=f"{action}.{copy} shared")
             cost = self.pipeline.cost(action.stage, Phase.F)
@@ -233,7 +234,7 @@ class PipelineWriter:
         inputs += self._alive(phase, key, is_end=piece.is_end)
         outs = [Out(0, name=f"{piece.label}.{copy} made")]
         if phase == Phase.I:
-            outs.append(Out(self.pipeline.saved(stage).made, name=f"{piece.label}.{copy} kept"))
+            outs.append(Out(self.between[stage].made, name=f"{piece.label}.{copy} kept"))
         if not is_new:
             inputs.append(self.gradient[place])
         else:

@@ -77,6 +77,11 @@ class Schedule:
         depths(self.num_stages, self.edges)  # refuses what is no DAG
 
     @property
+    def splits(self) -> bool:
+        """Whether weight gradients have a phase of their own."""
+        return any(action.phase == Phase.W for row in self.actions for action in row)
+
+    @property
     def predecessors(self) -> list[list[int]]:
         """The stages that each stage receives activations from, [stage]."""
         return neighbours(self.num_stages, self.edges)[0]
