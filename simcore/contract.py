@@ -276,7 +276,7 @@ def _workspace(
     return peak
 
 
-def _seconds(graph: OpGraph, fine: NDArray[np.int64]) -> dict[str, float]:
+def _seconds(graph: OpGraph, fine: NDArray[np.int64]) -> dict[str, Any]:
     """Returns measured seconds of a coarse op; NaN unless every member has them."""
     if graph.fixed is None:
         return {}

@@ -1,32 +1,32 @@
 """OpGraph: one training step as arrays of ops and tensors; GraphBuilder makes it."""
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simcore.errors import GraphError
-from simcore.parts import MAX_BYTES, OpPart, Out, TensorPart, affine_bytes
+from simcore.loops import OpLoops, check_tensors
+from simcore.parts import (
+    MAX_BYTES,
+    FixedCosts,
+    OpPart,
+    Out,
+    TensorPart,
+    affine_bytes,
+    fixed_costs,
+    hash_of,
+    tensor_columns,
+)
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
 from simcore.topology import topological_order, unique_names
 
 __all__ = ["FixedCosts", "GraphBuilder", "OpClass", "OpGraph", "Out", "Phase", "Role", "Sized"]
 
 MAX_TOTAL = 2**62  # bytes of all tensors at one batch; keeps every sum inside int64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedCosts:
-    """Measured seconds of a graph that was profiled, not captured."""
-
-    seconds: NDArray[np.float64]  # [op] s; NaN = cost the op's signature; inf = cannot run on a GPU
-    cpu_seconds: NDArray[np.float64] | None  # [op] s; None = the file has no CPU times
-    measured_on: str | None  # device kind, None = unknown
-    batch: int | None  # samples the seconds are for, None = unknown
 
 
 class Sized(NamedTuple):
@@ -74,6 +74,7 @@ class OpGraph:
     tensor_role: NDArray[np.uint8]  # [tensor] Role
     batch: int | None = None  # samples of the example or the measurement
     fixed: FixedCosts | None = None
+    loops: tuple[OpLoops | None, ...] | None = None  # [op] None = no rule; None = not known at all
     first_consumer: NDArray[np.int64] = field(init=False)  # [tensor + 1] offsets into consumers
     consumers: NDArray[np.int32] = field(init=False)  # [use] ops, ascending within a tensor
 
@@ -179,19 +180,8 @@ class OpGraph:
 
     def content_hash(self) -> str:
         """Returns 16 hex digits that change with anything but the graph's name."""
-        digest = hashlib.sha256()
-        for key in (name for name in self.__slots__ if name != "name"):
-            value = getattr(self, key)
-            if isinstance(value, np.ndarray):
-                digest.update(f"{key}{value.dtype}{value.shape}".encode())
-                digest.update(np.ascontiguousarray(value).tobytes())
-            elif isinstance(value, FixedCosts):
-                digest.update(value.seconds.tobytes())
-                digest.update(b"" if value.cpu_seconds is None else value.cpu_seconds.tobytes())
-                digest.update(repr((value.measured_on, value.batch)).encode())
-            else:
-                digest.update(f"{key}{value!r}".encode())
-        return digest.hexdigest()[:16]
+        keys = (name for name in self.__slots__ if name != "name")
+        return hash_of({key: getattr(self, key) for key in keys})
 
     @classmethod
     def from_edges(
@@ -296,12 +286,14 @@ class GraphBuilder:
         elements: int = 0,
         seconds: float = math.nan,
         cpu_seconds: float = math.nan,
+        loops: OpLoops | None = None,
     ) -> int:
         """Adds the next op of the program and returns its handle.
 
         The fields are those of `OpGraph`, and: `inputs` and `outputs` are what it reads (tensor
         handles) and writes; `unit_of` is an op whose placement unit it joins (None starts one);
-        `seconds` and `cpu_seconds` are measured (NaN: costed from the signature; inf: not there).
+        `seconds` and `cpu_seconds` are measured (NaN: costed from the signature; inf: not there);
+        `loops` calls an input by its tensor handle, an output by its place among `outputs`.
 
         Raises:
             GraphError: an unknown tensor, or a number that is negative or out of range.
@@ -320,12 +312,14 @@ class GraphBuilder:
             OpPart(name, module, target, phase, op_class, signature, used, kernels, sync,
                 affine_bytes(workspace, f"{where}: workspace"),
                 affine_bytes(resident, f"{where}: resident"),
-                elements, seconds, cpu_seconds)
+                elements, seconds, cpu_seconds, loops)
         )  # fmt: skip
         self._parent.append(handle)
         self._outputs.append([])
         for index, out in enumerate(outputs):
             self._tensor(out.name or f"{name}:{index}", handle, out)
+        if loops is not None:
+            check_tensors(loops, used, len(self._outputs[handle]), where)
         if unit_of is not None:
             self.merge_units(unit_of, handle)
         return handle
@@ -371,45 +365,9 @@ class GraphBuilder:
             resident=np.array([op.resident for op in self._ops], np.int64),
             elements=np.array([op.elements for op in self._ops], np.int64),
             batch=self.batch,
-            fixed=self._fixed(measured_on),
-            **self._tensor_columns(),
+            fixed=fixed_costs(self._ops, measured_on, self.batch),
+            **tensor_columns(self._ops, self._tensors),
         )
-
-    def _fixed(self, measured_on: str | None) -> FixedCosts | None:
-        seconds = np.array([op.seconds for op in self._ops], np.float64)
-        cpu_seconds = np.array([op.cpu_seconds for op in self._ops], np.float64)
-        seconds[np.isnan(seconds)] = np.nan  # one bit pattern, so equal graphs have equal hashes
-        cpu_seconds[np.isnan(cpu_seconds)] = np.nan
-        has_cpu = not np.isnan(cpu_seconds).all()
-        if np.isnan(seconds).all() and not has_cpu:
-            return None
-        return FixedCosts(
-            seconds=seconds,
-            cpu_seconds=cpu_seconds if has_cpu else None,
-            measured_on=measured_on,
-            batch=self.batch,
-        )
-
-    def _tensor_columns(self) -> dict[str, Any]:
-        """Numbers tensors by producer, parameters first, and returns OpGraph's tensor fields."""
-        order = sorted(range(len(self._tensors)), key=lambda t: self._tensors[t].producer)
-        number = {tensor: i for i, tensor in enumerate(order)}
-        tensors = [self._tensors[t] for t in order]
-        producer = np.array([t.producer for t in tensors], np.int32)
-        storages = {s: i for i, s in enumerate(dict.fromkeys(t.storage for t in tensors))}
-        used = [sorted(number[t] for t in op.inputs) for op in self._ops]
-        return {
-            "first_input": np.cumsum([0] + [len(u) for u in used], dtype=np.int64),
-            "inputs": np.array([t for u in used for t in u], np.int32),
-            "first_output": np.searchsorted(producer, np.arange(len(self._ops) + 1)).astype(
-                np.int64
-            ),
-            "tensor_names": tuple(t.name for t in tensors),
-            "tensor_producer": producer,
-            "tensor_bytes": np.array([t.bytes for t in tensors], np.int64).reshape(-1, 2),
-            "tensor_storage": np.array([storages[t.storage] for t in tensors], np.int32),
-            "tensor_role": np.array([t.role for t in tensors], np.uint8),
-        }
 
     def _tensor(self, name: str, producer: int, out: Out) -> int:
         handle = len(self._tensors)

@@ -6,14 +6,17 @@ What is left out has its default: an op is forward (phase F), of class ``other``
 placement unit of its own and no measured seconds; a tensor is an ``activation``, named after its
 op, in a storage of its own. Bytes are a number, or [c0, c1] for c0 + c1 * batch. JSON has neither
 NaN nor infinity: seconds left out mean "cost the signature", ``"inf"`` means "not on a GPU".
+``loops``, which may be absent, holds distinct `OpLoops` as arrays in the order of their fields;
+they call a tensor by its place among the inputs or outputs of the op.
 """
 
 import math
 import os
 import sys
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from simcore.atomic import write_whole
 from simcore.errors import GraphError
 from simcore.graph import GraphBuilder, OpGraph, Out
+from simcore.loops import OpLoops, check_tensors, renumbered
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
 
 __all__ = ["FORMAT", "MAX_FILE_BYTES", "decode_graph", "encode_graph", "read_graph", "write_graph"]
@@ -33,6 +37,7 @@ MAX_BATCH = 2**40  # samples, as in a Job
 _Bytes = int | Affine
 _Seconds = float | Literal["inf"] | None  # s
 _Enum = TypeVar("_Enum", bound=IntEnum)
+_T = TypeVar("_T")
 
 
 class _OpRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -54,6 +59,7 @@ class _OpRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     outputs: tuple[int, ...] = ()  # positions in tensors
     seconds: _Seconds = None
     cpu_seconds: _Seconds = None
+    loops: int | None = None  # position in loops
 
 
 class _TensorRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,6 +69,13 @@ class _TensorRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     name: str | None = None  # None = "<op>:<place among its outputs>"
     role: str = "activation"
     storage_of: int | None = None  # position of the first tensor of the storage that it shares
+
+
+class _Tables(NamedTuple):
+    """What ops name by position."""
+
+    signatures: list[Signature]
+    loops: list[OpLoops]
 
 
 class _Tag(msgspec.Struct):
@@ -81,19 +94,23 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     ops: list[_OpRecord]
     batch: int | None = None  # samples of the example or the measurement
     measured_on: str | None = None  # device kind of the seconds
+    loops: list[msgspec.Raw] = []  # decoded one by one, as signatures
 
 
 def encode_graph(graph: OpGraph) -> bytes:
-    """Returns the graph as UTF-8 JSON, one op, tensor or signature a line."""
-    sections = {
+    """Returns the graph as UTF-8 JSON, one op, tensor, signature or nest of loops a line."""
+    loops = _placed_loops(graph)
+    sections: dict[str, Any] = {
         "format": FORMAT,
         "name": graph.name,
         "batch": graph.batch,
         "measured_on": graph.fixed.measured_on if graph.fixed else None,
         "signatures": _lines(graph.signatures),
         "tensors": _lines(_tensor_records(graph)),
-        "ops": _lines(_op_records(graph)),
+        "ops": _lines(_op_records(graph, loops)),
     }
+    if distinct := [nest for nest in dict.fromkeys(loops) if nest is not None]:
+        sections["loops"] = _lines(distinct)
     fields = (f'"{key}": '.encode() + msgspec.json.encode(sections[key]) for key in sections)
     return b"{\n" + b",\n".join(fields) + b"\n}\n"
 
@@ -153,13 +170,28 @@ def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def _lines(records: tuple[Signature, ...] | list[_OpRecord] | list[_TensorRecord]) -> msgspec.Raw:
+def _lines(records: Sequence[Signature | _OpRecord | _TensorRecord | OpLoops]) -> msgspec.Raw:
     encode = msgspec.json.Encoder().encode
     body = b",\n".join(encode(record) for record in records)
     return msgspec.Raw(b"[\n" + body + b"\n]" if body else b"[]")
 
 
-def _op_records(graph: OpGraph) -> list[_OpRecord]:
+def _placed_loops(graph: OpGraph) -> list[OpLoops | None]:
+    """Returns the loops of each op, [op], with places among its inputs or outputs for tensors."""
+    if graph.loops is None:
+        return [None] * graph.num_ops
+    placed: list[OpLoops | None] = []
+    for op, nest in enumerate(graph.loops):
+        inputs = graph.inputs[graph.first_input[op] : graph.first_input[op + 1]].tolist()
+        place = {tensor: index for index, tensor in enumerate(inputs)}
+        first_output = int(graph.first_output[op])
+        placed.append(None if nest is None else renumbered(nest, place, -first_output))
+    return placed
+
+
+def _op_records(graph: OpGraph, loops: Sequence[OpLoops | None]) -> list[_OpRecord]:
+    distinct = [nest for nest in dict.fromkeys(loops) if nest is not None]
+    position = {nest: index for index, nest in enumerate(distinct)}
     shared = np.bincount(graph.unit)[graph.unit] > 1
     seconds = _second_fields(graph.fixed.seconds if graph.fixed else None, graph.num_ops)
     cpu_seconds = _second_fields(graph.fixed.cpu_seconds if graph.fixed else None, graph.num_ops)
@@ -181,6 +213,7 @@ def _op_records(graph: OpGraph) -> list[_OpRecord]:
             outputs=tuple(range(graph.first_output[op], graph.first_output[op + 1])),
             seconds=seconds[op],
             cpu_seconds=cpu_seconds[op],
+            loops=None if (nest := loops[op]) is None else position[nest],
         )
         for op, name in enumerate(graph.op_names)
     ]
@@ -233,13 +266,16 @@ def _build(file: _File) -> OpGraph:
     if file.batch is not None and not 1 <= file.batch <= MAX_BATCH:
         raise GraphError(f"batch must be between 1 and 2**40, not {file.batch}")
     builder = GraphBuilder(file.name, batch=file.batch)
-    signatures = [_signature(raw, index) for index, raw in enumerate(file.signatures)]
+    tables = _Tables(
+        [_decoded(raw, Signature, f"signatures[{i}]") for i, raw in enumerate(file.signatures)],
+        [_decoded(raw, OpLoops, f"loops[{i}]") for i, raw in enumerate(file.loops)],
+    )
     num_tensors = _add_persistent(file, builder)
     first_of_unit: dict[int, int] = {}
     for op in file.ops:
         _check_tensors(file, op, num_tensors)
         num_tensors += len(op.outputs)
-        handle = _add_op(file, op, signatures, builder, first_of_unit)
+        handle = _add_op(file, op, tables, builder, first_of_unit)
         if op.unit is not None:
             first_of_unit.setdefault(op.unit, handle)
     graph = builder.build(measured_on=file.measured_on)
@@ -286,14 +322,16 @@ def _check_tensors(file: _File, op: _OpRecord, num_tensors: int) -> None:
 def _add_op(
     file: _File,
     op: _OpRecord,
-    signatures: list[Signature],
+    tables: _Tables,
     builder: GraphBuilder,
     first_of_unit: dict[int, int],
 ) -> int:
     """Adds one op, whose tensors are checked, and returns its handle."""
     where = f"op {op.name!r}"
-    if op.signature is not None and not 0 <= op.signature < len(signatures):
-        raise GraphError(f"{where}: signature {op.signature} is not a position in signatures")
+    signature = _entry(tables.signatures, op.signature, "signatures", f"{where}: signature")
+    loops = _entry(tables.loops, op.loops, "loops", f"{where}: loops")
+    if loops is not None:
+        loops = _with_inputs(loops, op, where)
     outputs = [
         Out(out.bytes, out.storage_of, _member(Role, out.role.upper(), f"{where}: role"), out.name)
         for out in (file.tensors[tensor] for tensor in op.outputs)
@@ -304,7 +342,7 @@ def _add_op(
         target=op.target,
         phase=_member(Phase, op.phase, f"{where}: phase"),
         op_class=_member(OpClass, op.op_class.upper(), f"{where}: op_class"),
-        signature=None if op.signature is None else signatures[op.signature],
+        signature=signature,
         inputs=op.inputs,
         outputs=outputs,
         unit_of=None if op.unit is None else first_of_unit.get(op.unit),
@@ -315,14 +353,29 @@ def _add_op(
         elements=op.elements,
         seconds=_seconds(op.seconds),
         cpu_seconds=_seconds(op.cpu_seconds),
+        loops=loops,
     )
 
 
-def _signature(raw: msgspec.Raw, position: int) -> Signature:
+def _decoded(raw: msgspec.Raw, kind: type[_T], where: str) -> _T:
     try:
-        return msgspec.json.decode(raw, type=Signature)
+        return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, GraphError) as error:
-        raise GraphError(f"signatures[{position}]: {error}") from None
+        raise GraphError(f"{where}: {error}") from None
+
+
+def _entry(table: Sequence[_T], position: int | None, name: str, where: str) -> _T | None:
+    """Returns what an op names by its position in a table."""
+    if position is not None and not 0 <= position < len(table):
+        raise GraphError(f"{where} {position} is not a position in {name}")
+    return None if position is None else table[position]
+
+
+def _with_inputs(loops: OpLoops, op: _OpRecord, where: str) -> OpLoops:
+    """Returns loops that call an input by its tensor, as a builder wants it."""
+    used = sorted(set(op.inputs))
+    check_tensors(loops, range(len(used)), len(op.outputs), where)
+    return renumbered(loops, dict(enumerate(used)), 0)
 
 
 def _member(kind: type[_Enum], text: str, what: str) -> _Enum:

@@ -8,6 +8,7 @@ import pytest
 
 from simcore.errors import GraphError
 from simcore.graph import FixedCosts, GraphBuilder, OpClass, OpGraph, Out, Phase, Role
+from simcore.loops import OpLoops
 from simcore.signature import Signature
 
 
@@ -241,6 +242,8 @@ def changed(graph: OpGraph, key: str) -> Any:
         return (replace_signature(value[0]),)
     if key == "batch":
         return 5
+    if key == "loops":
+        return (OpLoops((), ()),) * graph.num_ops
     if key == "fixed":
         return FixedCosts(
             seconds=np.ones(graph.num_ops), cpu_seconds=None, measured_on=None, batch=None

@@ -10,7 +10,7 @@ stand-in, the sum of the means of all floating outputs.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.signature import Role
 
-__all__ = ["CaptureReport", "capture", "capture_report", "load_factory"]
+__all__ = ["CaptureReport", "capture", "capture_report", "load_factory", "loss_of", "record"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def capture_report(
     job = job or Job()
     source = open_source(model_or_factory, inputs, job, name)
     batches = source.batches(job)
-    runs = [_record(source, batch) for batch in batches]
+    runs = [record(source, batch, Recorder()) for batch in batches]
     missing = tuple(t.name for t in runs[0].trainables if t.gradient is None)
     if len(missing) == len(runs[0].trainables):
         raise CaptureError(f"{name}: no parameter gets a gradient from the loss")
@@ -99,16 +99,30 @@ def capture_report(
     return graph, report
 
 
-def _record(source: Source, batch: int) -> Run:
-    """Runs forward and backward at one batch."""
-    recorder = Recorder()
+def record(
+    source: Source,
+    batch: int,
+    recorder: Recorder,
+    kernels: Mapping[str, Callable[..., Any]] | None = None,
+) -> Run:
+    """Runs forward and backward at one batch on fake tensors, and returns what was recorded.
+
+    Args:
+        source: the model.
+        batch: samples.
+        recorder: records.
+        kernels: what runs in place of ops that are kept whole; None = `fused_kernels`.
+
+    Raises:
+        CaptureError: as `capture`.
+    """
     mode = fake_mode()
     captured = source.at(batch, mode)
     with quiet(), mode:
         _register(recorder, captured)
         try:
-            with composite_kernels(fused_kernels(recorder)), recorder:
-                loss = _loss(captured.model(*captured.args, **captured.kwargs), source)
+            with composite_kernels(kernels or fused_kernels(recorder)), recorder:
+                loss = loss_of(captured.model(*captured.args, **captured.kwargs), source)
                 recorder.begin_backward(loss)
                 loss.backward()  # type: ignore[no-untyped-call]
         except CaptureError:
@@ -124,6 +138,7 @@ def _record(source: Source, batch: int) -> Run:
                 elements=parameter.numel(),
                 dtype=dtype_name(parameter.dtype),
                 gradient=None if parameter.grad is None else recorder.value(parameter.grad),
+                loops=recorder.update_loops(parameter),
             )
             for name, parameter in captured.parameters.items()
             if parameter.requires_grad
@@ -145,8 +160,12 @@ def _register(recorder: Recorder, captured: Captured) -> None:
             )
 
 
-def _loss(output: Any, source: Source) -> torch.Tensor:
-    """Returns the number whose gradient is taken."""
+def loss_of(output: Any, source: Source) -> torch.Tensor:
+    """Returns the number whose gradient is taken: see the top of this file.
+
+    Raises:
+        CaptureError: there is none.
+    """
     if source.loss is not None:
         loss = source.loss(output)
         if not _is_number(loss):

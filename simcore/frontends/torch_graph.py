@@ -12,8 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from simcore.errors import CaptureError
+from simcore.frontends.torch_loop_fit import constant_loops, fitted
+from simcore.frontends.torch_nest import TapeLoops
 from simcore.frontends.torch_tape import ALL, Storage, Tape, TapeOp, Value
 from simcore.graph import GraphBuilder, OpGraph, Out
+from simcore.loops import OpLoops, renumbered
 from simcore.signature import Affine, OpClass, Phase, Role, Signature
 
 _ADDITIONS = ("aten.add", "aten.add_")
@@ -28,6 +31,7 @@ class Trainable(NamedTuple):
     elements: int
     dtype: str
     gradient: Value | None  # None: it got none
+    loops: TapeLoops | None  # of its update: reads it and its gradient, writes it
 
 
 class Run(NamedTuple):
@@ -169,6 +173,8 @@ class _Emission:
         self.storages = runs[0].tape.storages
         self.trainables = runs[0].trainables
         self.sizes = _Sizes(runs, names, builder.name)
+        columns = [[op.loops for op in run.tape.ops] for run in runs]
+        self.loops = fitted(columns, [run.batch for run in runs])  # [op]
         self.writer = {value[:2]: op for op, record in enumerate(ops) for value in record.writes}
         self.readers: dict[tuple[int, int], list[int]] = defaultdict(list)
         for op, record in enumerate(ops):
@@ -284,6 +290,7 @@ class _Emission:
             outputs=outputs,
             unit_of=self.unit_op.get(self.unit[op]),
             kernels=record.kernels,
+            loops=_with_inputs(self.loops[op], inputs),
         )
         self.unit_op[self.unit[op]] = handle
         made = self.builder.outputs(handle)
@@ -336,6 +343,7 @@ class _Emission:
         writer = self.writer[gradient[:2]]
         read = self._value(gradient, (gradient.bytes, 0), writer)
         signature = Signature("update", trainable.dtype, (("elements", trainable.elements, 0),))
+        loops = _with_inputs(constant_loops(trainable.loops), (parameter, read))
         update = self.builder.op(
             _unique(f"{trainable.name}.update", self.taken),
             module=trainable.name.rpartition(".")[0],
@@ -347,7 +355,9 @@ class _Emission:
             outputs=(Out(storage.bytes, storage_of=parameter),),
             unit_of=self.unit_op[owner],
             elements=trainable.elements,
+            loops=loops,
         )
+        (updated,) = self.builder.outputs(update)
         for number, unit in enumerate(others):
             self.builder.op(
                 _unique(f"{trainable.name}.refresh.{number}", self.taken),
@@ -355,7 +365,21 @@ class _Emission:
                 target="refresh",
                 phase=Phase.U,
                 op_class=OpClass.COPY,
-                inputs=self.builder.outputs(update),
+                inputs=(updated,),
                 unit_of=self.unit_op[unit],
                 kernels=0,
+                loops=_reading_output(loops, updated),
             )
+
+
+def _with_inputs(loops: OpLoops | None, inputs: Sequence[int]) -> OpLoops | None:
+    """Returns loops that call inputs by the builder's handles; outputs keep their places."""
+    return loops and renumbered(loops, dict(enumerate(inputs)), 0)
+
+
+def _reading_output(loops: OpLoops | None, tensor: int) -> OpLoops | None:
+    """Returns the loops of an op that reads what an op of one output writes."""
+    if loops is None:
+        return None
+    read = tuple(a._replace(tensor=tensor, is_output=False) for a in loops.accesses if a.is_output)
+    return loops._replace(accesses=read)

@@ -24,6 +24,7 @@ __all__ = [
     "NO_FAKE",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "compiled_composite",
     "composite_kernels",
     "current_node",
     "device_shortcut",
@@ -104,6 +105,23 @@ def composite_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+def compiled_composite(name: str) -> Callable[..., Any]:
+    """Returns torch's own compiled kernel of an op that it takes apart above autograd.
+
+    It is what runs outside `composite_kernels`; ``op.decompose`` may be a slower one in Python.
+
+    Args:
+        name: op of ``aten``, with overload where it has several.
+    """
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return run
 
 
 def _or_decomposed(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

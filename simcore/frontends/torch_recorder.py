@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from simcore.frontends.torch_loops import emitted_loops, input_loops, loops_of, update_loops
+from simcore.frontends.torch_nest import Nest, TapeLoops, Use, tape_loops
 from simcore.frontends.torch_private import (
     TorchDispatchMode,
     current_node,
@@ -62,6 +64,7 @@ class _Executed(NamedTuple):
     written: Sequence[Tensor] = ()  # in place
     gathered: Tensor | None = None  # an input of which only some rows are read
     kernels: int = 1
+    nest: Nest | None = None
 
 
 _UNKNOWN = Kind(OpClass.OTHER, ())
@@ -132,6 +135,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         region, num_bytes = region_of(tensor, self.tape.storages[index])
         return whole._replace(region=region, bytes=num_bytes)
 
+    def update_loops(self, parameter: Tensor) -> TapeLoops | None:
+        """Returns the loops of a parameter's update: it and its gradient are read, it is written.
+
+        None without a gradient, or for a parameter that is a part of its storage.
+        """
+        storage = self.tape.storages[self.value(parameter).storage]
+        if parameter.grad is None or dense_bytes(parameter) < storage.bytes:
+            return None
+        return tape_loops(update_loops(parameter, parameter.grad), (0, 1, 0))
+
     def begin_backward(self, loss: Tensor) -> None:
         """Tells that ops which no autograd node runs now start or end the backward of this loss."""
         self._loss_op = max(0, self.tape.storages[self.value(loss).storage].writer)
@@ -145,9 +158,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernels: int = 1,
     ) -> None:
         """Records one op that never ran; its outputs must be fresh."""
-        read = [t for t in inputs if t is not None]
-        made = [t for t in outputs if t is not None]
-        self._append(_Executed(target, kind, read, made, kernels=kernels))
+        given, results = tuple(inputs), tuple(outputs)
+        read = [t for t in given if t is not None]
+        made = [t for t in results if t is not None]
+        nest = emitted_loops(target, given, results)
+        self._append(_Executed(target, kind, read, made, kernels=kernels, nest=nest))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -172,7 +187,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_sequence(self._writer_of(args))
             else:
                 kind = classify(operator.name, func, args, kwargs, executed.outputs)
-                self._append(executed._replace(kind=kind))
+                nest = loops_of(operator.name, func, kind.op_class, args, executed.outputs)
+                self._append(executed._replace(kind=kind, nest=nest))
         return result
 
     def _executed(
@@ -197,7 +213,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _append(self, executed: "_Executed") -> None:
         """Writes one op on the tape."""
         target, outputs = executed.target, executed.outputs
-        reads = dict.fromkeys(self.value(t) for t in executed.inputs if not self._is_number(t))
+        seen = {id(t): self.value(t) for t in executed.inputs if not self._is_number(t)}
+        reads = dict.fromkeys(seen.values())
         traffic = sum(value.bytes for value in reads) + sum(dense_bytes(t) for t in outputs)
         if executed.gathered is not None:  # only the rows that are asked for
             traffic += dense_bytes(outputs[0]) - self.value(executed.gathered).bytes
@@ -211,6 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in reads:
             storage = self.tape.storages[value.storage]
             storage.first_user = op if storage.first_user < 0 else storage.first_user
+        writes = self._write(op, target, outputs)
         record = TapeOp(
             target=target,
             kind=executed.kind,
@@ -218,15 +236,60 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase=phase,
             module=module,
             reads=tuple(reads),
-            writes=self._write(op, target, outputs),
+            writes=writes,
             traffic=traffic,
             kernels=executed.kernels,
             joins=joins,
+            loops=executed.nest and self._loops(executed.nest, seen, reads, writes),
         )
         self.tape.ops.append(record)
         if joins < 0:
             self._runs[module, target].append(op)
         self._note_sequence(op)
+
+    def _loops(
+        self,
+        nest: Nest,
+        seen: Mapping[int, Value],
+        reads: Iterable[Value],
+        writes: Sequence[Value],
+    ) -> TapeLoops | None:
+        """Returns the loops of an op as the tape keeps them.
+
+        Args:
+            nest: the loops as its rule says them.
+            seen: the value of each tensor that it reads, by identity of the tensor.
+            reads: the distinct values; what is written in place stands for what is read of it.
+            writes: the values that it writes.
+
+        Returns:
+            None where it writes a part of a storage, or uses what the rule does not know.
+        """
+        place = {value: index for index, value in enumerate(reads)}
+        whole = {v[:2]: index for v, index in place.items() if v.region == ALL}
+        made = {value.storage: index for index, value in enumerate(writes)}
+        inputs: list[tuple[Use, int]] = []
+        outputs: list[tuple[Use, int]] = []
+        for use in nest.uses:
+            if not use.is_output:
+                value = seen.get(id(use.tensor))
+                if value is not None:
+                    inputs.append((use, place.get(value, whole.get(value[:2], -1))))
+                continue
+            index = self._index[storage_address(use.tensor)]
+            if dense_bytes(use.tensor) < self.tape.storages[index].bytes:
+                return None
+            outputs.append((use, made[index]))
+            before = whole.get((index, writes[made[index]].version - 1))
+            if before is not None and all(before != known for _, known in inputs):
+                inputs.append((use._replace(is_output=False, whole=False), before))
+        if any(
+            {known for _, known in used} != set(range(len(all_of)))
+            for used, all_of in ((inputs, place), (outputs, writes))
+        ):
+            return None
+        uses, places = zip(*inputs, *outputs, strict=True)
+        return tape_loops(nest._replace(uses=uses), places)
 
     def _is_number(self, tensor: Tensor) -> bool:
         """Returns whether a tensor is a number that a kernel gets with its arguments."""
@@ -289,7 +352,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             forward = current_node() is None and self._loss_op < 0
             phase = Phase.F if forward else Phase.B
             kind = Kind(OpClass.INPUT, ())
-            self.tape.ops.append(TapeOp("input", kind, "", phase, "", (), (whole,), 0, 0, -1))
+            self.tape.ops.append(
+                TapeOp("input", kind, "", phase, "", (), (whole,), 0, 0, -1, storage.loops)
+            )
         return Value(index, storage.version, ALL, storage.bytes)
 
     def _add_storage(self, name: str, tensor: Tensor, role: Role) -> int:
@@ -297,7 +362,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self.tape.storages)
         self._alive.append(memory)
         self._index[storage_address(tensor)] = index
-        self.tape.storages.append(Storage(name=name, bytes=memory.nbytes(), role=role))
+        storage = Storage(name=name, bytes=memory.nbytes(), role=role)
+        if role is Role.INPUT and dense_bytes(tensor) == storage.bytes:
+            storage.loops = tape_loops(input_loops(tensor), (0,))
+        self.tape.storages.append(storage)
         return index
 
     def _entering(self, name: str) -> Callable[[Any, Any], None]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from simcore.frontends.torch_nest import TapeLoops
 from simcore.frontends.torch_signatures import Kind
 from simcore.signature import Phase, Role
 
@@ -34,6 +35,7 @@ class Storage:
     version: int = 0
     writer: int = -1  # op that wrote the current version, -1 = nobody
     first_user: int = -1
+    loops: TapeLoops | None = None  # of the op that makes it, where it is an input
     regions: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
 
@@ -50,6 +52,7 @@ class TapeOp(NamedTuple):
     traffic: int  # bytes read and written
     kernels: int
     joins: int  # op whose placement unit it shares, -1 = a unit of its own
+    loops: TapeLoops | None  # places are those in reads and writes
 
 
 @dataclass(slots=True)
