@@ -6,7 +6,7 @@ from agents.planners.constraints import resolve_limits
 from agents.planners.pipeline_layouts import ANYTHING, Demands
 from agents.planners.pipeline_plans import check_demands
 from agents.planners.recorder import Budget
-from agents.planners.space import PlacementSpace
+from agents.planners.space import PlacementSpace, Planner
 from agents.portfolio_result import Listener, PortfolioResult, Progress
 from agents.portfolio_search import Search, Strategy
 from simcore.cluster import Cluster
@@ -35,6 +35,7 @@ def plan(  # noqa: PLR0913 - what a user decides
     exclude: Sequence[str] = (),
     reserve_memory: int = 0,
     progress: Listener | None = None,
+    learners: Sequence[Planner] = (),
 ) -> PortfolioResult:
     """Searches for the plan with the least step time that fits the memory.
 
@@ -44,7 +45,7 @@ def plan(  # noqa: PLR0913 - what a user decides
         job: the job.
         settings: how plans are simulated.
         strategy: ``placement``: a device for every unit; ``pipeline``: stages and microbatches;
-            ``auto``: both, and copies of the model.
+            ``sharding``: known ways to share copies out; ``auto``: all, and copies of the model.
         demands: what is asked of a pipeline.
         budget_seconds: seconds for the search, unless there are evaluations. The baselines run
             whatever the budget.
@@ -56,6 +57,7 @@ def plan(  # noqa: PLR0913 - what a user decides
         reserve_memory: bytes to leave free on every GPU.
         progress: called often, with where the search stands; a KeyboardInterrupt ends the search
             with the best plan so far.
+        learners: planners that take part beside the usual ones.
 
     Raises:
         UsageError: pins or exclusions that name nothing or contradict each other; demands that no
@@ -79,6 +81,6 @@ def plan(  # noqa: PLR0913 - what a user decides
     space.evaluate(space.default[None])  # compiles, before the clock starts
     seconds = None if evaluations is not None else budget_seconds
     budget = Budget(seconds, evaluations)
-    search = Search(space, constraints, (strategy, demands), budget, progress)
+    search = Search(space, constraints, (strategy, demands), budget, progress, tuple(learners))
     search.run(seed)
     return search.answer(seed)

@@ -21,6 +21,7 @@ from agents.planners.policy_gradient import PolicyGradient
 from agents.planners.random_placement import RandomPlacement
 from agents.planners.recorder import Budget, Found, Recorder
 from agents.planners.round_robin import RoundRobin
+from agents.planners.sharding import Sharded, Shardings
 from agents.planners.single_device import CpuOnly, SingleDevice
 from agents.planners.space import PlacementSpace, Planner
 from agents.planners.tidy import Tidy
@@ -29,6 +30,7 @@ from simcore.bounds import placement_bound
 from simcore.errors import InfeasibleError
 from simcore.plan import Constraints, Plan, Provenance
 from simcore.plan_summary import describe_job
+from simcore.shard_summary import layout_name
 from simcore.simulation import simulate
 from simcore.units import format_bytes, format_seconds
 
@@ -42,13 +44,16 @@ IMPROVERS: tuple[Planner, ...] = (
     Tidy(),
 )
 # of what is left of the budget when they start; the others take all
-SHARES = {"cross_entropy": 0.3, "ppo": 0.1, "anneal": 0.95}
+SHARES = {"cross_entropy": 0.3, "ppo": 0.1, "anneal": 0.95, "eagle": 0.3, "mars": 0.3}
 
 DATA_PARALLEL = "data_parallel"
 PIPELINE = "pipeline"
+SHARDING = "sharding"
 PIPELINE_SHARE = 0.15  # of what is left of the budget, where placements compete
+SHARDING_SHARE = 0.1
+ALONE = (PIPELINE, SHARDING)  # strategies without placements
 
-Strategy: TypeAlias = Literal["auto", "placement", "pipeline"]
+Strategy: TypeAlias = Literal["auto", "placement", "pipeline", "sharding"]
 
 
 class Search:
@@ -61,7 +66,9 @@ class Search:
         choice: tuple[Strategy, Demands],
         budget: Budget,
         listener: Listener | None,
+        learners: tuple[Planner, ...] = (),
     ) -> None:
+        self.learners = learners  # run before the improvers
         self.space = space
         self.constraints = constraints
         self.strategy, self.demands = choice
@@ -70,6 +77,7 @@ class Search:
         self.recorder = Recorder(space=space, listener=self._note)
         self.copies: DataParallel | None = None
         self.pipelines: Pipelines | None = None
+        self.shardings: Shardings | None = None
         self.placement_bound = placement_bound(space.problem, space.allowed)
         self.stage = ""
         self.finished: set[str] = set()  # planners
@@ -82,11 +90,13 @@ class Search:
         try:
             for number, planner in enumerate(self._planners()):
                 if planner is IMPROVERS[0]:
+                    self._run_shardings()
                     self._run_pipelines()
                 self._run(planner, np.random.default_rng([seed, number]))
                 if self.copies is None:
                     self._run_copies()
-            if self.strategy == PIPELINE:
+            if self.strategy in ALONE:
+                self._run_shardings()
                 self._run_pipelines()
         except KeyboardInterrupt:
             if self._nothing_found():
@@ -94,18 +104,20 @@ class Search:
             self.interrupted = True
 
     def _planners(self) -> tuple[Planner, ...]:
-        if self.strategy == PIPELINE:
+        if self.strategy in ALONE:
             return BASELINES[:1]
-        return (*BASELINES, *CONSTRUCTIVE, *IMPROVERS)
+        return (*BASELINES, *CONSTRUCTIVE, IMPROVERS[0], *self.learners, *IMPROVERS[1:])
 
     def _nothing_found(self) -> bool:
         if self.strategy == PIPELINE:
             found = self.pipelines
             return found is None or (found.best is None and found.nearest is None)
+        if self.strategy == SHARDING:
+            return self.shardings is None or self.shardings.nearest is None
         return self.recorder.best is None and self.recorder.nearest is None
 
     def _run(self, planner: Planner, rng: np.random.Generator) -> None:
-        is_baseline, is_improver = planner in BASELINES, planner in IMPROVERS
+        is_baseline, is_improver = planner in BASELINES, planner in (*IMPROVERS, *self.learners)
         if is_baseline or (self.budget.left() and not (is_improver and self._is_settled())):
             self.stage, self.is_improving = planner.name, is_improver
             own = Budget(parent=None if is_baseline else self.budget)
@@ -130,14 +142,14 @@ class Search:
     def _run_pipelines(self) -> None:
         """Searches for pipelines, unless nothing of the budget is left or none can win."""
         is_only = self.strategy == PIPELINE
-        if self.strategy == "placement" or not (is_only or self.budget.left()):
+        if self.strategy in {"placement", SHARDING} or not (is_only or self.budget.left()):
             return
         self.stage, self.is_improving = PIPELINE, False
         self.pipelines = Pipelines.build(
             self.space,
             self.demands,
             reserve_memory=self.constraints.reserve_memory_bytes,
-            listener=self._note_pipeline,
+            listener=self._note_other,
         )
         self._note(self.recorder, self.budget)
         winner = self._winner()
@@ -147,7 +159,24 @@ class Search:
         if winner is not None and winner[0] == PIPELINE and self._is_settled():
             self.pipelines.run(self.budget.part(1.0))  # nothing else can be better
 
-    def _note_pipeline(self, budget: Budget) -> None:
+    def _run_shardings(self) -> None:
+        """Simulates the known ways to shard, unless nothing of the budget is left."""
+        is_only = self.strategy == SHARDING
+        is_out = self.strategy in {"placement", PIPELINE} or bool(self.constraints.pins)
+        if is_out or not (is_only or self.budget.left()):
+            return
+        self.stage, self.is_improving = SHARDING, False
+        self.shardings = Shardings(
+            space=self.space,
+            reserve_memory=self.constraints.reserve_memory_bytes,
+            listener=self._note_other,
+        )
+        self._note(self.recorder, self.budget)
+        winner = self._winner()
+        if is_only or winner is None or winner[1] > self.shardings.bound:
+            self.shardings.run(self.budget.part(1.0 if is_only else SHARDING_SHARE))
+
+    def _note_other(self, budget: Budget) -> None:
         self.recorder.evaluations += 1
         self._note(self.recorder, budget)
 
@@ -182,12 +211,14 @@ class Search:
         found, rival = self.recorder.best, self._rival()
         pipeline = None if self.pipelines is None else self.pipelines.best
         times = []
-        if found is not None and self.strategy != PIPELINE:
+        if found is not None and self.strategy not in ALONE:
             times.append((found.finder, found.step_time))
         if rival is not None:
             times.append((DATA_PARALLEL, rival.result.step_time))
         if pipeline is not None:
             times.append((PIPELINE, pipeline.step_time))
+        if self.shardings is not None and (sharded := self.shardings.best) is not None:
+            times.append((SHARDING, sharded.step_time))
         return min(times, key=lambda time: time[1], default=None)
 
     def answer(self, seed: int) -> PortfolioResult:
@@ -233,6 +264,9 @@ class Search:
         if self.strategy == PIPELINE or (winner is not None and winner[0] == PIPELINE):
             pipeline = self._pipeline()
             return pipeline.plan, PIPELINE, pipeline.step_time
+        if self.strategy == SHARDING or (winner is not None and winner[0] == SHARDING):
+            sharded = self._sharded()
+            return sharded.plan, SHARDING, sharded.step_time
         found = self._found()
         plan = Plan.from_placement(
             problem.graph, problem.cluster, problem.job, found.placement, settings=problem.settings
@@ -250,6 +284,18 @@ class Search:
             )
         return found
 
+    def _sharded(self) -> Sharded:
+        """Returns the best way to shard, or the one that is least over."""
+        shardings = self.shardings
+        found = None if shardings is None else shardings.best or shardings.nearest
+        if found is None:
+            note = "pinned" if shardings is None else shardings.note
+            raise InfeasibleError(
+                f"no way to shard {self.space.problem.graph.name} on "
+                f"{self.space.problem.cluster.name}: {note}"
+            )
+        return found
+
     def _found(self) -> Found:
         """Returns the best placement, or the one that is least over."""
         found = self.recorder.best or self.recorder.nearest
@@ -263,11 +309,13 @@ class Search:
 
     def _bound(self) -> float:
         """Returns what no plan can beat of the kinds that take part in the choice."""
-        bounds = [] if self.strategy == PIPELINE else [self.placement_bound]
+        bounds = [] if self.strategy in ALONE else [self.placement_bound]
         if self.copies is not None and self.strategy == "auto":
             bounds += [copies.bound for copies in self.copies.plans if copies.result.feasible]
         if self.pipelines is not None:
             bounds.append(self.pipelines.bound)
+        if self.shardings is not None and self.shardings.tried:
+            bounds.append(self.shardings.bound)
         return min(bounds)
 
     def _baselines(self) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -276,7 +324,7 @@ class Search:
         notes: dict[str, str] = {}
         for planner in self._planners():
             if planner in IMPROVERS:
-                break
+                continue
             found = self.recorder.by_finder.get(planner.name)
             if found is None and isinstance(planner, CpuOnly):
                 continue  # only where nothing else fits
@@ -291,8 +339,10 @@ class Search:
                 times[DATA_PARALLEL] = None if usual is None else usual.result.step_time
                 if copies.note:
                     notes[DATA_PARALLEL] = copies.note
-        if self.strategy != "placement":
+        if self.strategy in {"auto", PIPELINE}:
             times[PIPELINE], notes[PIPELINE] = self._pipeline_baseline()
+        if self.strategy in {"auto", SHARDING}:
+            times[SHARDING], notes[SHARDING] = self._sharding_baseline()
         return times, {name: note for name, note in notes.items() if note}
 
     def _pipeline_baseline(self) -> tuple[float | None, str]:
@@ -304,6 +354,17 @@ class Search:
             least = format_seconds(self.pipelines.least)
             return None, f"not run: it would take at least {least}"
         return None if found is None else found.step_time, self.pipelines.note
+
+    def _sharding_baseline(self) -> tuple[float | None, str]:
+        """Returns what the known ways to shard take, and what is to be said about it."""
+        if self.shardings is None:
+            return None, "pinned" if self.constraints.pins else self._why_not_run()
+        found, worst = self.shardings.best, self.shardings.worst
+        if found is not None:
+            return found.step_time, layout_name(self.space.problem.graph, found.plan)
+        if self.shardings.tried:
+            return None, str(worst)
+        return None, self.shardings.note or "not run: it cannot be faster"
 
     def _why_none(self, planner: Planner) -> str:
         if isinstance(planner, SingleDevice):
@@ -320,11 +381,8 @@ class Search:
     def _reason(self) -> str:
         """Says why nothing fits, with the device that is fullest."""
         problem = self.space.problem
-        if self.strategy == PIPELINE:
-            assert self.pipelines is not None
-            worst = self.pipelines.worst
-        else:
-            worst = self.space.overflow(self._found().placement)
+        other = {PIPELINE: self.pipelines, SHARDING: self.shardings}.get(self.strategy)
+        worst = self.space.overflow(self._found().placement) if other is None else other.worst
         assert worst is not None
         text = (
             f"nothing found fits: the best attempt {worst}, {format_bytes(worst.excess)} "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.buckets import gradients_of
 from simcore.cluster import Cluster
 from simcore.collectives import make_collective
 from simcore.cost import cost_table
@@ -12,8 +13,8 @@ from simcore.graph import OpClass, OpGraph
 from simcore.job import Job
 from simcore.lower import Problem, batch_per_copy
 from simcore.plan import Plan, Settings
-from simcore.program import gradients_of
 from simcore.result import Result
+from simcore.shards import is_sharded
 
 DUAL_STEPS = 200
 ROUNDING = 1e-12  # relative; a sum of seconds added in another order may be less by this
@@ -103,7 +104,7 @@ def plan_bound(
     """
     if plan.predicted is not None and settings == plan.settings:
         bound = plan.predicted.lower_bound_s
-    elif plan.is_pipeline:
+    elif plan.is_pipeline or is_sharded(plan):
         bound = max(use.busy for use in result.devices)
     elif plan.stages[0].mesh is not None:
         devices = [cluster.device_index(name) for name in plan.stages[0].devices]

@@ -6,9 +6,9 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.graph import OpClass, Role
+from simcore.graph import OpClass, Role, Sized
 from simcore.lower import Problem
-from simcore.memory import storage_uses
+from simcore.memory import StorageUses, storage_uses
 from simcore.result import RawRun
 from simcore.sizes import sizes_at
 
@@ -32,19 +32,24 @@ def memory_breakdown(
         run: how it went.
         held: what the bytes are that ops hold for the whole step, where the graph does not say.
     """
-    found = []
+    found: list[dict[str, int]] = []
+    sized = sizes_at(problem.graph, problem.job, problem.batch)
+    uses = storage_uses(problem.graph, sized)
+    used = set(run.placement.tolist())
     for device in range(len(run.allocated)):
-        classes = _held(problem, run, device, held)
-        classes |= _moving(problem, run, device)
+        if device not in used:
+            found.append({})
+            continue
+        classes = _held(problem, run, device, sized, held)
+        classes |= _moving(problem, run, device, sized, uses)
         classes[OTHER] += int(run.allocated[device]) - sum(classes.values())  # blocks cut smaller
         found.append({name: size for name, size in classes.items() if size})
     return tuple(found)
 
 
-def _held(problem: Problem, run: RawRun, device: int, held: Held) -> dict[str, int]:
+def _held(problem: Problem, run: RawRun, device: int, sized: Sized, held: Held) -> dict[str, int]:
     """Returns what a device holds for the whole step."""
     graph, here = problem.graph, run.placement == device
-    sized = sizes_at(graph, problem.job, problem.batch)
     reads = here[np.repeat(np.arange(graph.num_ops), np.diff(graph.first_input))]
     tensors = np.unique(graph.inputs[reads])
     tensors = tensors[graph.tensor_producer[tensors] < 0]
@@ -65,16 +70,16 @@ def _held(problem: Problem, run: RawRun, device: int, held: Held) -> dict[str, i
     return found
 
 
-def _moving(problem: Problem, run: RawRun, device: int) -> dict[str, int]:
+def _moving(
+    problem: Problem, run: RawRun, device: int, sized: Sized, uses: StorageUses
+) -> dict[str, int]:
     """Returns what comes and goes, at the moment of the peak."""
     graph = problem.graph
-    sized = sizes_at(graph, problem.job, problem.batch)
     ops = np.flatnonzero(run.placement == device)
     if problem.settings.order == "ready":
         ops = ops[np.lexsort((ops, run.start[ops]))]
     place = np.full(graph.num_ops, -1)
     place[ops] = np.arange(len(ops))
-    uses = storage_uses(graph, sized)
     at = place[uses.touches["op"]]
     mine = at >= 0
     storage, at, size = uses.storage[mine], at[mine], uses.touches["num_bytes"][mine]

@@ -20,8 +20,11 @@ def describe(problem: Problem, run: RawRun, held: Held = NOTHING) -> Result:
     names = problem.cluster.device_names
     timeline = make_timeline(problem.graph, run, len(names))
     arrival = remote_arrivals(timeline)
+    used = np.isin(np.arange(len(names)), run.placement)
+    reserved = problem.reserved(run.allocated, used)
     uses = tuple(
-        _use(problem, timeline, device, arrival, memory[device]) for device in range(len(names))
+        _use(problem, timeline, device, arrival, (memory[device], int(reserved[device])))
+        for device in range(len(names))
     )
     return Result(
         feasible=all(use.reserved <= use.capacity for use in uses),
@@ -40,14 +43,13 @@ def _use(
     timeline: Timeline,
     device: int,
     arrival: dict[int, tuple[float, float]],
-    memory: dict[str, int],
+    memory: tuple[dict[str, int], int],
 ) -> DeviceUse:
-    """Returns the use of one device."""
+    """Returns the use of one device, given its memory by class and the bytes reserved."""
     run = timeline.run
     here = run.placement == device
     busy = float((run.end[here] - run.start[here]).sum())
     communication, launch = idle_causes(timeline, device, arrival)
-    used = np.isin(np.arange(len(run.allocated)), run.placement)
     spec = problem.cluster.devices[device]
     return DeviceUse(
         name=spec.name,
@@ -58,7 +60,7 @@ def _use(
         launch=launch,
         bubble=max(0.0, run.step_time - busy - communication - launch),
         allocated=int(run.allocated[device]),
-        memory=memory,
-        reserved=int(problem.reserved(run.allocated, used)[device]),
+        memory=memory[0],
+        reserved=memory[1],
         capacity=int(problem.capacity[device]),
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from simcore.errors import PlanError
 from simcore.graph import Phase
+from simcore.mesh import DATA_AXIS, Mesh
 from simcore.plan import DEFAULT_BUCKETS, Buckets
 from simcore.schedule import Action, Schedule
 from simcore.schedule_times import simulate_unit
@@ -67,19 +68,24 @@ class Pipeline:
 
     Attributes:
         schedule: who runs what, in which order.
-        devices: device indices of every rank, [rank][copy]; copies share each microbatch.
-        tables: costs and sizes of each stage at the samples that one device sees, [stage].
+        devices: device indices of every rank, in the order of its mesh, [rank][place].
+        meshes: of the devices of every rank, [rank]; its copies share each microbatch, and the
+            devices of a copy do the ops of one shard each.
+        tables: costs and sizes of each stage on one device at the samples that it sees, [stage].
         parts: the last backward of each stage that has copies, by bucket, [stage].
         ties: between stages that use the same parameters.
         microbatch: samples of a microbatch, over all copies.
         optimizer_sharding: 0 = every copy updates all; 1 = each updates its part of the state; 2 =
             and keeps only its part of the gradients; 3 = and only its part of the parameters.
         buckets: how gradients are put together for the sums.
+        is_folded: all places of a stage do the same at the same time, so that only the first of
+            each stage is written (see `simcore.pipeline_fold`).
         kinds: device kinds, the last axis of costs.
     """
 
     schedule: Schedule
     devices: tuple[tuple[int, ...], ...]
+    meshes: tuple[Mesh, ...]
     tables: tuple[StageTables, ...]
     parts: tuple[tuple[Part, ...], ...]
     ties: tuple[Tie, ...]
@@ -87,10 +93,23 @@ class Pipeline:
     kinds: tuple[str, ...]
     optimizer_sharding: int = 0
     buckets: Buckets = DEFAULT_BUCKETS
+    is_folded: bool = False
 
-    def copies(self, stage: int) -> tuple[int, ...]:
-        """Returns the devices of a stage."""
+    def places(self, stage: int) -> tuple[int, ...]:
+        """Returns the devices of a stage, in the order of its mesh."""
         return self.devices[self.schedule.stage_rank[stage]]
+
+    def written(self, stage: int) -> range:
+        """Returns the places of a stage whose tasks are written."""
+        return range(1 if self.is_folded else len(self.places(stage)))
+
+    def mesh(self, stage: int) -> Mesh:
+        """Returns the mesh of a stage."""
+        return self.meshes[self.schedule.stage_rank[stage]]
+
+    def copies(self, stage: int) -> int:
+        """Returns how many copies a stage has."""
+        return self.mesh(stage).copies
 
     def cost(self, stage: int, phase: Phase, *, adds: bool = False) -> Cost:
         """Returns what a phase of a stage costs.
@@ -105,7 +124,7 @@ class Pipeline:
         if adds:
             seconds = seconds + self.adding(stage, phase)
         if phase == Phase.U and self.optimizer_sharding:
-            seconds = seconds / len(self.copies(stage))
+            seconds = seconds / self.copies(stage)
         return Cost(seconds, ahead, tables.launch[stage, phase] - ahead)
 
     def backward_cost(self, stage: int, phase: Phase, part: Part | None, *, adds: bool) -> Cost:
@@ -155,7 +174,7 @@ class Pipeline:
 
     def held(self, stage: int) -> dict[str, int]:
         """Returns the bytes, by class, that one device of a stage holds for the whole step."""
-        tables, copies = self.tables[stage], len(self.copies(stage))
+        tables, copies = self.tables[stage], self.copies(stage)
         state = int(tables.state_bytes[stage])
         if self.optimizer_sharding >= 1:
             state = -(-state // copies)
@@ -171,7 +190,7 @@ class Pipeline:
 
     def gradient(self, stage: int) -> int:
         """Returns the bytes of parameter gradients, and of their buckets, on one device."""
-        copies, gradient = len(self.copies(stage)), int(self.tables[stage].gradient[stage])
+        copies, gradient = self.copies(stage), int(self.tables[stage].gradient[stage])
         kept = -(-gradient // copies) if self.optimizer_sharding >= 2 else gradient
         return kept + (0 if copies == 1 or self.buckets.as_views else kept)
 
@@ -187,6 +206,19 @@ def slices(sources: int, targets: int) -> Iterator[tuple[int, int, float]]:
             common -= max(source * targets, target * sources)
             if common > 0:
                 yield source, target, common / (sources * targets)
+
+
+def links(source: Mesh, target: Mesh) -> Iterator[tuple[int, int, float]]:
+    """Yields (place, place, share of the samples) of what one mesh sends another.
+
+    Each shard of a copy fetches all that it needs from one shard of each copy it needs samples of,
+    the one with its own number where there is one.
+    """
+    mine, theirs = source.members(DATA_AXIS), target.members(DATA_AXIS)  # [shard, copy]
+    for first, second, share in slices(source.copies, target.copies):
+        for shard in range(target.shards):
+            peer = shard * source.shards // target.shards
+            yield int(mine[peer, first]), int(theirs[shard, second]), share
 
 
 def action_order(schedule: Schedule) -> list[Action]:

@@ -35,6 +35,7 @@ from simcore.kernel import (
     sweep_pipelines,
 )
 from simcore.lower import Problem
+from simcore.mesh import Mesh
 from simcore.pipeline import Pipeline, Tie
 from simcore.pipeline_tasks import PipelineWriter, write_pipeline
 from simcore.plan import RANK_HOSTS, Settings
@@ -85,6 +86,7 @@ class PipelineProblem:
         pipeline = Pipeline(
             schedule=schedule,
             devices=tuple((rank,) for rank in range(schedule.num_ranks)),
+            meshes=(Mesh.of({}),) * schedule.num_ranks,
             tables=(blank,) * schedule.num_stages,
             parts=((),) * schedule.num_stages,
             ties=tuple(tie._replace(num_bytes=0) for tie in ties),

@@ -5,18 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.buckets import close_buckets
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
-from simcore.graph import OpGraph, Phase
+from simcore.graph import OpClass, OpGraph, Phase
 from simcore.job import Job
+from simcore.mesh import Mesh
 from simcore.pipeline import Cost, Part, Pipeline, Tie
 from simcore.plan import CUSTOM, SEMANTICS_BATCH_NORM, Buckets, Plan
-from simcore.program import close_buckets
 from simcore.schedule import Schedule
 from simcore.schedule_check import check
 from simcore.schedule_names import SCHEDULE_NAMES, make_schedule
 from simcore.schedule_text import parse_action
+from simcore.shards import one_device, plan_meshes, with_collectives
 from simcore.stages import StageTables, check_stages, stage_edges, stage_tables
 from simcore.steady_state import SEMANTICS_ASYNC
 
@@ -147,16 +149,25 @@ def build_pipeline(
     """
     check_semantics(plan, graph)
     stage = stage_of_units(plan, graph)
+    if (graph.op_class == OpClass.COLLECTIVE).any():
+        op = int(np.argmax(graph.op_class == OpClass.COLLECTIVE))
+        raise PlanError(
+            f"{graph.name}: {graph.op_names[op]!r} is a collective; stages are cut from one copy"
+        )
     check_stages(graph, stage)
+    device = one_device(graph, plan, stage)
+    graph, stage = device.graph, device.stage
     edges = stage_edges(graph, stage)
     schedule = plan_schedule(plan, edges)
-    copies = [len(each.devices) for each in plan.stages]
-    microbatch = split_batch(job, plan, schedule.asynchronous, max(copies))
-    sizes = [microbatch // count for count in copies]
+    meshes = plan_meshes(plan)
+    copies = [mesh.copies for mesh in meshes]
+    microbatch = split_batch(job, plan, schedule.asynchronous, device.samples)
+    sizes = [microbatch // (count * device.samples) for count in copies]
     kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
     batches = tuple(dict.fromkeys(sizes))
     if cost is None:
         cost = cost_table(graph, job, kinds, batches)
+    cost = with_collectives(cost, device, plan, cluster, sizes)
     recompute = tuple(each.recompute for each in plan.stages)
     tables: dict[int, StageTables] = {
         size: stage_tables(graph, job, kinds, stage, size, recompute=recompute, cost=cost)
@@ -174,6 +185,10 @@ def build_pipeline(
     return Pipeline(
         schedule=schedule,
         devices=tuple(tuple(cluster.device_index(name) for name in rank) for rank in ranks),
+        meshes=tuple(
+            meshes[next(n for n, each in enumerate(plan.stages) if each.devices == rank)]
+            for rank in ranks
+        ),
         tables=tuple(tables[size] for size in sizes),
         parts=tuple(parts),
         ties=find_ties(graph, tables[sizes[0]]),
@@ -196,8 +211,14 @@ def find_ties(graph: OpGraph, tables: StageTables) -> tuple[Tie, ...]:
     return tuple(Tie(a, b, size, updated) for (a, b, updated), size in sorted(found.items()))
 
 
-def split_batch(job: Job, plan: Plan, asynchronous: bool, most_copies: int) -> int:
+def split_batch(job: Job, plan: Plan, asynchronous: bool, samples: int = 1) -> int:
     """Returns the samples of a microbatch, over all copies.
+
+    Args:
+        job: the job.
+        plan: the plan.
+        asynchronous: whether microbatches are minibatches of their own.
+        samples: devices of a copy that share its samples.
 
     Raises:
         PlanError: the batch is unknown, or does not divide.
@@ -209,10 +230,10 @@ def split_batch(job: Job, plan: Plan, asynchronous: bool, most_copies: int) -> i
         raise PlanError(f"a batch of {job.batch} does not divide by {count} microbatches")
     size = job.batch // count
     for stage in plan.stages:
-        if size % len(stage.devices):
+        parts = Mesh.of(stage.mesh or {}).copies * samples
+        if size % parts:
             raise PlanError(
-                f"stage {stage.name!r}: a microbatch of {size} does not divide by "
-                f"{len(stage.devices)} copies"
+                f"stage {stage.name!r}: a microbatch of {size} does not divide by {parts} copies"
             )
     return size
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.buckets import close_buckets
 from simcore.graph import OpClass, OpGraph, Role, Sized
 from simcore.pipeline import Pipeline, action_order
-from simcore.program import close_buckets
 from simcore.recompute import (
     BACKWARD,
     FORWARD,
@@ -116,7 +116,7 @@ class Staged:
         reruns = find_reruns(
             graph, cut, touches_of(graph), find_segments(graph, cut, tables.recompute)
         )
-        copies = np.array([len(pipeline.copies(stage)) for stage in range(cut.num_stages)])
+        copies = np.array([len(pipeline.places(stage)) for stage in range(cut.num_stages)])
         both = Messages(*(np.concatenate(c) for c in zip(cut.forward, cut.backward, strict=True)))
         differ = copies[both.source] != copies[both.target]
         return cls(

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
 from simcore.collectives import Collective, make_collective
-from simcore.cost import CostSource, CostTable, cost_table
+from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
 from simcore.graph import OpClass, OpGraph, Phase
 from simcore.job import Job
+from simcore.op_curves import CostSource
 from simcore.pipeline import Pipeline
 from simcore.pipeline_op_graph import GraphWriter
 from simcore.pipeline_op_rows import (
@@ -36,7 +37,7 @@ from simcore.pipeline_op_rows import (
     list_rows,
 )
 from simcore.pipeline_op_tensors import Layout, cut_slices
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.program import Program
 from simcore.sizes import sizes_at
 
@@ -94,7 +95,9 @@ def _check(graph: OpGraph, pipeline: Pipeline) -> None:
             "optimizer_sharding 3 fetches the parameters of a phase at once; granularity 'op' does "
             "not know phases"
         )
-    copies = [len(pipeline.copies(stage)) for stage in range(cut.num_stages)]
+    if any(mesh.shards > 1 for mesh in pipeline.meshes):
+        raise PlanError("granularity 'op' knows no stages whose copies are shared by devices")
+    copies = [pipeline.copies(stage) for stage in range(cut.num_stages)]
     if max(copies) > 1 and not (graph.op_class == OpClass.UPDATE).any():
         raise PlanError(
             f"{graph.name}: data parallel needs parameters that are trained; the graph updates none"
@@ -115,7 +118,7 @@ def _placement(layout: Layout) -> NDArray[np.int32]:
     pipeline, stage = layout.staged.pipeline, layout.rows.stage[layout.row]
     devices = np.full((layout.staged.cut.num_stages, int(layout.staged.copies.max())), NOWHERE)
     for number in range(len(devices)):
-        copies = pipeline.copies(number)
+        copies = pipeline.places(number)
         devices[number, : len(copies)] = copies
     place = np.where(layout.runs_once[layout.row], NOWHERE, devices[stage, layout.copy])
     return place.astype(np.int32)
@@ -138,7 +141,7 @@ def _collectives(
         algorithm = pipeline.buckets.algorithm if kind == "all_reduce" else "auto"
         if (stage, kind, size) not in known:
             known[stage, kind, size] = make_collective(
-                kind, size, cluster, pipeline.copies(stage), algorithm=algorithm
+                kind, size, cluster, pipeline.places(stage), algorithm=algorithm
             )
         found[int(layout.first_op[row])] = known[stage, kind, size]
     return found

@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     action: Action
     label: str
     part: Part | None
-    gathered: list[int]  # tensors that it waits for
+    gathered: dict[int, list[int]]  # tensors that each place waits for
     is_first: bool
     is_end: bool
     sums: bool  # the gradients of the stage are complete with it

@@ -9,7 +9,7 @@ import numpy as np
 
 from simcore.graph import OpGraph
 from simcore.plan import Plan
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.result import DeviceUse, Result
 from simcore.units import format_seconds
 

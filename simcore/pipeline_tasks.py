@@ -7,15 +7,17 @@ from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
 from simcore.collectives import Collective, make_collective
-from simcore.cost import CostSource, CostTable
+from simcore.cost import CostTable
 from simcore.graph import GraphBuilder, OpClass, Out, Phase, Role
+from simcore.mesh import DATA_AXIS
+from simcore.op_curves import CostSource
 from simcore.pipeline import (
     Cost,
     Part,
     Pipeline,
     action_order,
     last_backwards,
-    slices,
+    links,
     update_order,
 )
 from simcore.pipeline_parts import Messages, Piece, Place, Rule, Task, Work
@@ -83,6 +85,7 @@ class PipelineWriter:
         self.size: dict[int, int] = {}  # bytes of messages
         self.tasks: dict[int, Task] = {}  # by op
         self.rules: dict[int, Rule] = {}  # by tensor; the others have no bytes
+        self.links: dict[tuple[int, int], list[tuple[int, int, float]]] = {}  # between stages
 
     def program(self) -> Program:
         """Returns what was written."""
@@ -113,21 +116,20 @@ class PipelineWriter:
                 held.setdefault(name, np.zeros(num_ops, np.int64))[op] = size
         return held
 
-    # what is written
-
     def forward(self, action: Action) -> None:
         """Writes a forward of all copies of its stage."""
         gathered = self._gather(action)
-        for copy in range(len(self.pipeline.copies(action.stage))):
+        for copy in self.pipeline.written(action.stage):
             place, key = (action.stage, copy), (action.stage, copy, action.microbatch)
             received = self.inbox.pop((Phase.F, *key), [])
+            fetched = gathered.get(copy, [])
             messages = self._messages(action, copy)
             saved = self.between[action.stage]
             freed = Out(saved.freed, name=f"{action}.{copy} freed")
             shared = Out(saved.shared, name=f"{action}.{copy} shared")
             cost = self.pipeline.cost(action.stage, Phase.F)
             outs = [freed, shared, *messages.outs]
-            made = self._task(Work(str(action), place, Phase.F, cost, [*received, *gathered], outs))
+            made = self._task(Work(str(action), place, Phase.F, cost, [*received, *fetched], outs))
             self.saved[key], self.kept[key] = made[0], [made[1]]
             self.rules[made[0]] = Rule("freed", action.stage)
             self.rules[made[1]] = Rule("shared", action.stage)
@@ -136,22 +138,22 @@ class PipelineWriter:
     def backward(self, action: Action, *, sums: bool) -> None:
         """Writes a backward (B, I or W) of all copies of its stage, and sums the gradients."""
         stage, phase = action.stage, action.phase
-        copies = len(self.pipeline.copies(stage))
+        places = self.pipeline.written(stage)
         sums = sums and phase != Phase.I
-        parts = self.pipeline.parts[stage] if sums and copies > 1 else ()
-        gathered = self._gather(action) if phase != Phase.W else []
+        parts = self.pipeline.parts[stage] if sums and self.pipeline.copies(stage) > 1 else ()
+        gathered = self._gather(action) if phase != Phase.W else {}
         ready: list[list[int]] = []  # by part, then copy
         for number in range(max(len(parts), 1)):
             piece = Piece(
                 action=action,
                 label=str(action) if len(parts) <= 1 else f"{action} part {number}",
                 part=parts[number] if parts else None,
-                gathered=gathered if number == 0 else [],
+                gathered=gathered if number == 0 else {},
                 is_first=number == 0,
                 is_end=number + 1 >= len(parts),
                 sums=sums,
             )
-            ready.append([self._backward_task(piece, copy) for copy in range(copies)])
+            ready.append([self._backward_task(piece, copy) for copy in places])
         if parts:
             self._sum(action, parts, ready)
         if sums and self.pipeline.schedule.asynchronous:
@@ -162,7 +164,7 @@ class PipelineWriter:
         copies = self.pipeline.copies(stage)
         label = f"{stage}U" if microbatch == ALL else f"{stage}U{microbatch}"
         done = []
-        for copy in range(len(copies)):
+        for copy in self.pipeline.written(stage):
             place = (stage, copy)
             arrived = self.inbox.pop((Phase.U, *place, microbatch), [])
             copied = [tensor for tensor in arrived if self._is_updated(tensor)]
@@ -177,9 +179,12 @@ class PipelineWriter:
             done.append(self.recent[place][-1])
             if copied:  # parameters that another stage has updated
                 self._task(Work(f"{label} copies", place, Phase.U, self.nothing, copied, []))
-        if self.pipeline.optimizer_sharding in {1, 2} and len(copies) > 1:
+        if self.pipeline.optimizer_sharding in {1, 2} and copies > 1:
             size = int(self.pipeline.tables[stage].parameter_bytes[stage])
-            self._collective(f"all-gather after {label}", "all_gather", size, stage, done, 0)
+            for shard, group in enumerate(self._groups(stage)):
+                waits = [done[place] for place in self._written(group)]
+                name = self._name(f"all-gather after {label}", stage, shard)
+                self._collective(name, ("all_gather", size), (stage, group), waits, 0)
 
     # how
 
@@ -187,7 +192,7 @@ class PipelineWriter:
         """Adds a task of a stage's copy; returns its tensors."""
         label, place, phase, cost, inputs, outs, adds = work
         stage, copy = place
-        copies, tables = self.pipeline.copies(stage), self.pipeline.tables[stage]
+        copies, tables = self.pipeline.places(stage), self.pipeline.tables[stage]
         held = sum(_size(out) for out in outs) + sum(
             self.size[tensor] for tensor in inputs if tensor in self.size
         )
@@ -217,7 +222,7 @@ class PipelineWriter:
     def _extra(self, stage: int, phase: Phase, *, adds: bool) -> int:
         """Returns the bytes that a phase needs above what is alive before it."""
         extra = self.pipeline.extra(stage, phase, adds=adds)
-        is_sharded = self.pipeline.optimizer_sharding == 3 and len(self.pipeline.copies(stage)) > 1
+        is_sharded = self.pipeline.optimizer_sharding == 3 and self.pipeline.copies(stage) > 1
         if is_sharded and phase not in {Phase.U, Phase.W}:
             extra += int(self.pipeline.tables[stage].parameter_bytes[stage])  # gathered
         return extra
@@ -228,7 +233,7 @@ class PipelineWriter:
         place, key = (stage, copy), (stage, copy, microbatch)
         adds = self.begun.setdefault(place, microbatch) != microbatch
         is_new = place not in self.gradient
-        inputs = list(piece.gathered)
+        inputs = list(piece.gathered.get(copy, []))
         if piece.is_first and phase != Phase.W:
             inputs += self.inbox.pop((Phase.B, *key), [])
         inputs += self._alive(phase, key, is_end=piece.is_end)
@@ -274,11 +279,11 @@ class PipelineWriter:
     def _ties(self, stage: int, copy: int, microbatch: int, *, updated: bool) -> Messages:
         """Returns what a stage's copy tells the updates of stages with the same parameters."""
         found = Messages([], [], [])
-        mine = len(self.pipeline.copies(stage))
+        mine = len(self.pipeline.places(stage))
         for number, tie in enumerate(self.pipeline.ties):
             if tie.source != stage or tie.is_updated != updated:
                 continue
-            for target in range(len(self.pipeline.copies(tie.target))):
+            for target in self.pipeline.written(tie.target):
                 if target % mine == copy:
                     what = "parameters" if updated else "gradients"
                     name = f"{what} of {stage}.{copy} to {tie.target}.{target} ({microbatch})"
@@ -293,8 +298,7 @@ class PipelineWriter:
         found = Messages([], [], [])
         for other in self.after[stage] if is_forward else self.before[stage]:
             pair = (stage, other) if is_forward else (other, stage)
-            mine, theirs = len(self.pipeline.copies(stage)), len(self.pipeline.copies(other))
-            for source, target, share in slices(mine, theirs):
+            for source, target, share in self._links(stage, other):
                 if source != copy:
                     continue
                 size = self.pipeline.sent(pair, forward=is_forward, share=share)
@@ -310,43 +314,77 @@ class PipelineWriter:
             self.size[tensor] = _size(out)
             self.rules[tensor] = rule
 
-    # collectives
-
     def _sum(self, action: Action, parts: Sequence[Part], ready: Sequence[Sequence[int]]) -> None:
-        """Sums the gradients of a stage, bucket after bucket."""
-        stage, copies = action.stage, len(self.pipeline.copies(action.stage))
+        """Sums the gradients of a stage, bucket after bucket; shards apart."""
+        stage = action.stage
         kind = "reduce_scatter" if self.pipeline.optimizer_sharding else "all_reduce"
-        token: list[int] = []
-        for number, (part, made) in enumerate(zip(parts, ready, strict=True)):
-            name = f"{kind.replace('_', '-')} {action} bucket {number}"
-            outputs = self._collective(
-                name, kind, part.num_bytes, stage, [*made, *token], copies + 1
-            )
-            token = outputs[:1]
-            for copy in range(copies):
-                self.summed.setdefault((stage, copy), []).append(outputs[1 + copy])
+        for shard, group in enumerate(self._groups(stage)):
+            token: list[int] = []
+            for number, (part, made) in enumerate(zip(parts, ready, strict=True)):
+                what = f"{kind.replace('_', '-')} {action} bucket {number}"
+                name = self._name(what, stage, shard)
+                waits = [*(made[place] for place in self._written(group)), *token]
+                outputs = self._collective(
+                    name, (kind, part.num_bytes), (stage, group), waits, len(group) + 1
+                )
+                token = outputs[:1]
+                for rank, place in enumerate(self._written(group)):
+                    self.summed.setdefault((stage, place), []).append(outputs[1 + rank])
 
-    def _gather(self, action: Action) -> list[int]:
-        """Fetches the parameters of a stage whose copies keep only a part, one task ahead."""
-        stage, copies = action.stage, len(self.pipeline.copies(action.stage))
-        if self.pipeline.optimizer_sharding != 3 or copies == 1:
-            return []
+    def _gather(self, action: Action) -> dict[int, list[int]]:
+        """Fetches parameters that copies keep a part of, a task ahead; returns each place's."""
+        stage = action.stage
+        found: dict[int, list[int]] = {}
+        if self.pipeline.optimizer_sharding != 3 or self.pipeline.copies(stage) == 1:
+            return {}
         size = int(self.pipeline.tables[stage].parameter_bytes[stage])
-        before = [self.recent.get((stage, copy), [])[-2:-1] for copy in range(copies)]
-        inputs = [token for tokens in before for token in tokens]
-        return self._collective(f"all-gather for {action}", "all_gather", size, stage, inputs, 1)
+        for shard, group in enumerate(self._groups(stage)):
+            before = [self.recent.get((stage, each), [])[-2:-1] for each in self._written(group)]
+            waits = [token for tokens in before for token in tokens]
+            name = self._name(f"all-gather for {action}", stage, shard)
+            made = self._collective(name, ("all_gather", size), (stage, group), waits, 1)
+            found |= dict.fromkeys(group, made)
+        return found
+
+    def _groups(self, stage: int) -> list[list[int]]:
+        """Returns the places that hold the same shard, in each copy one, [shard][copy]."""
+        groups: list[list[int]] = self.pipeline.mesh(stage).members(DATA_AXIS).tolist()
+        return groups[:1] if self.pipeline.is_folded else groups
+
+    def _written(self, group: list[int]) -> list[int]:
+        return group[:1] if self.pipeline.is_folded else group
+
+    def _name(self, name: str, stage: int, shard: int) -> str:
+        return name if self.pipeline.mesh(stage).shards == 1 else f"{name} (shard {shard})"
+
+    def _links(self, stage: int, other: int) -> list[tuple[int, int, float]]:
+        """Returns what goes from the places of a stage to those of another."""
+        if (stage, other) not in self.links:
+            made = links(self.pipeline.mesh(stage), self.pipeline.mesh(other))
+            self.links[stage, other] = list(made)
+        return self.links[stage, other]
 
     def _collective(
-        self, name: str, kind: str, size: int, stage: int, inputs: Sequence[int], num_outputs: int
-    ) -> list[int]:  # fmt: skip
-        """Adds a collective of the copies of a stage; returns its tokens."""
+        self,
+        name: str,
+        what: tuple[str, int],
+        where: tuple[int, Sequence[int]],
+        inputs: Sequence[int],
+        num_outputs: int,
+    ) -> list[int]:
+        """Adds a collective, (kind, bytes), of places of a stage; returns its tokens."""
         outs = [Out(0, name=f"{name} token {number}") for number in range(num_outputs)]
+        (kind, size), (stage, group) = what, where
         op = self.builder.op(
             name, target=kind, op_class=OpClass.COLLECTIVE, inputs=inputs, outputs=outs, kernels=0
         )
-        algorithm = self.pipeline.buckets.algorithm if kind == "all_reduce" else "auto"
+        devices = self.pipeline.places(stage)
         self.collectives[op] = make_collective(
-            kind, size, self.cluster, self.pipeline.copies(stage), algorithm=algorithm
+            kind,
+            size,
+            self.cluster,
+            [devices[place] for place in group],
+            algorithm=self.pipeline.buckets.algorithm if kind == "all_reduce" else "auto",
         )
         self.placement.append(NOWHERE)
         self.costs.append(self.nothing)

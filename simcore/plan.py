@@ -1,9 +1,9 @@
 """The plan: all that is decided, in one schema, checked against its graph, job and cluster."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -15,128 +15,47 @@ from simcore.collectives import ALGORITHMS
 from simcore.errors import JobError, PlanError
 from simcore.graph import OpGraph
 from simcore.job import Job
-from simcore.steady_state import SEMANTICS_ASYNC
+from simcore.plan_parts import (
+    CUSTOM,
+    DEFAULT_BUCKETS,
+    LIKE,
+    NO_SCHEDULE,
+    ONE_HOST,
+    RANK_HOSTS,
+    SEMANTICS,
+    SEMANTICS_BATCH_NORM,
+    Buckets,
+    Constraints,
+    Predicted,
+    Provenance,
+    Ref,
+    Settings,
+    Stage,
+)
+
+__all__ = [
+    "CUSTOM",
+    "DEFAULT_BUCKETS",
+    "FORMAT",
+    "LIKE",
+    "NO_SCHEDULE",
+    "ONE_HOST",
+    "RANK_HOSTS",
+    "SEMANTICS",
+    "SEMANTICS_BATCH_NORM",
+    "Buckets",
+    "Constraints",
+    "Plan",
+    "Predicted",
+    "Provenance",
+    "Ref",
+    "Settings",
+    "Stage",
+]
 
 FORMAT = "placewright-plan/1"
-NO_SCHEDULE = "none"
-SEMANTICS_BATCH_NORM = "batch norm per microbatch"
-SEMANTICS = (SEMANTICS_ASYNC, SEMANTICS_BATCH_NORM)  # what a plan may change, if it says so
-CUSTOM = "custom"  # a schedule whose action lists are in the plan
 MAX_FILE_BYTES = 2**30
 MAX_NUMBER = 2**62  # of bytes reserved and priorities; keeps sums inside int64
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a plan is simulated; kept in the plan file.
-
-    Attributes:
-        order: ``program`` (a CUDA stream) or ``ready`` (a dataflow executor).
-        host: ``one`` process drives all devices, or one ``per_rank``.
-        launch: ``eager`` pays the launch overhead per kernel, ``graph`` does not.
-        p2p: ``copy``: transfers run on a side stream; ``inline``: they occupy the compute streams
-            of both devices, just before their first reader; ``rendezvous``: they start once the
-            receiver's stream has come to their first reader. The last two need ``program`` order.
-        contention: ``none`` (transfers hold nothing), ``port`` (the sender's port, in plan order),
-            ``ordered`` (every channel, in plan order), ``fifo`` (every channel, by request) or
-            ``fair`` (channels are shared, max-min fair).
-        slow_down: whether compute and communication slow each other as the profiles say.
-        granularity: of pipelines; ``task``: each phase of a stage is one task; ``op``: op by op.
-    """
-
-    order: Literal["program", "ready"] = "program"
-    host: Literal["one", "per_rank"] = "one"
-    launch: Literal["eager", "graph"] = "eager"
-    p2p: Literal["copy", "inline", "rendezvous"] = "copy"
-    contention: Literal["none", "port", "ordered", "fifo", "fair"] = "fair"
-    slow_down: bool = True
-    granularity: Literal["task", "op"] = "task"
-
-
-ONE_HOST = Settings()
-RANK_HOSTS = Settings(host="per_rank")
-LIKE = {  # what other simulators do, to compare with what was found or trained on them
-    # aravic/generalizable-device-placement: devices take ops as they become ready, a sender sends
-    # one tensor at a time, and hosts take no time. There are no links: on a cluster with a wire for
-    # each pair of devices times are the same, but that there one send serves all devices that read
-    # a tensor, and here each gets its own.
-    "placeto": Settings(order="ready", launch="graph", contention="fifo", slow_down=False),
-}
-
-
-class Ref(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan belongs to: a name for people, a hash that decides, a source to find it again."""
-
-    name: str
-    hash: str
-    source: str = ""
-
-
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ops that one ordered device list executes.
-
-    Attributes:
-        devices: device names, in order; stages with the same list share a pipeline rank.
-        ops: placement units (their first ops' names); none = all ops, of the only stage.
-        mesh: named axes over the list, for example ``{"dp": 4}``; excludes a placement.
-        placement: placement unit -> device name; only where there is one stage.
-        recompute: what the backward computes again instead of keeping it: nothing, the attention
-            core of each block, or all of each block but its inputs.
-    """
-
-    devices: tuple[str, ...]
-    name: str = "stage0"
-    ops: tuple[str, ...] = ()
-    mesh: dict[str, int] | None = None
-    placement: dict[str, str] | None = None
-    recompute: Literal["none", "selective", "full"] = "none"
-
-
-class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the user asked for."""
-
-    pins: dict[str, str] = {}
-    exclude: tuple[str, ...] = ()
-    reserve_memory_bytes: int = 0
-
-
-class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulator said when the plan was made."""
-
-    step_time_s: float
-    throughput_samples_per_s: float | None
-    peak_memory_bytes: dict[str, int]
-    lower_bound_s: float
-    simulator: str
-    profiles: dict[str, str] = {}  # device kind -> hash of its hardware profile
-
-
-class Buckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients are put together before copies of the model sum them.
-
-    Attributes:
-        num_bytes: a bucket is closed once it has as many; 0 = one bucket, after the backward.
-        as_views: gradients live in the buckets; otherwise each bucket is a copy of them.
-        algorithm: of the all-reduce; ``auto`` = the fastest on an idle network.
-    """
-
-    num_bytes: int = 25 * 2**20  # what torch's DistributedDataParallel takes
-    as_views: bool = False
-    algorithm: str = "auto"
-
-
-DEFAULT_BUCKETS = Buckets()
-
-
-class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who found the plan, and with what effort."""
-
-    strategy: str
-    seed: int
-    evaluations: int
-    seconds: float
-    budget_s: float | None = None
-    baselines: dict[str, float | None] = {}  # step time in s, None = could not run
-    baseline_notes: dict[str, str] = {}
 
 
 class _Tag(msgspec.Struct):
@@ -334,11 +253,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             found.append(f"stage {stage.name!r}: a stage of a pipeline has a mesh, no placement")
         elif (stage.mesh is None) == (stage.placement is None):
             found.append(f"stage {stage.name!r}: needs either a mesh or a placement")
-        if stage.mesh is not None and stage.mesh != {"dp": len(stage.devices)}:
-            found.append(
-                f"stage {stage.name!r}: mesh {stage.mesh} does not cover its "
-                f"{len(stage.devices)} devices by the axis 'dp'"
-            )
+        if stage.mesh is not None and stage.devices:
+            found += _validate_mesh(stage, stage.mesh)
         if stage.placement is not None:
             found += _validate_placement(stage.placement, graph, set(stage.devices))
         return found
@@ -384,6 +300,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def _reason(error: OSError | ValueError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _validate_mesh(stage: Stage, mesh: Mapping[str, int]) -> list[str]:
+    found = [
+        f"stage {stage.name!r}: axis {axis!r} of size {size}"
+        for axis, size in mesh.items()
+        if size < 1
+    ]
+    if not found and math.prod(mesh.values()) != len(stage.devices):
+        found.append(
+            f"stage {stage.name!r}: mesh {mesh} does not cover its {len(stage.devices)} devices"
+        )
+    found += [
+        f"stage {stage.name!r}: shards along {axis!r}, which is not an axis of its mesh"
+        for axis in stage.sharding
+        if axis not in mesh or axis == "dp"
+    ]
+    return found + [
+        f"stage {stage.name!r}: axis {axis!r} splits nothing"
+        for axis, size in mesh.items()
+        if axis != "dp" and size > 1 and not stage.sharding.get(axis)
+    ]
 
 
 def _validate_placement(

@@ -12,8 +12,10 @@ from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.pipeline_summary import explain_pipeline, short_module, stage_rows
 from simcore.plan import Plan
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.result import DeviceUse, Result
+from simcore.shard_summary import explain_sharding
+from simcore.shards import is_sharded
 from simcore.units import format_bytes, format_seconds
 
 Row = dict[str, Any]  # what the command line prints as JSON; the unit is in the key
@@ -75,7 +77,7 @@ def plan_record(
         "devices": [_device_row(use, result.step_time) for use in result.devices],
         "stages": stage_rows(graph, plan, result) if plan.is_pipeline else [],
         "semantics": list(plan.semantics),
-        "explanation": explain(plan, result, baselines, notes),
+        "explanation": explain(graph, plan, result, baselines, notes),
     }
 
 
@@ -93,6 +95,7 @@ def _device_row(use: DeviceUse, step_time: float) -> Row:
 
 
 def explain(
+    graph: OpGraph,
     plan: Plan,
     result: Result,
     baselines: Mapping[str, float | None],
@@ -105,10 +108,21 @@ def explain(
             f"Does not fit: {worst.name} needs {format_bytes(worst.reserved)} and has "
             f"{format_bytes(worst.capacity)}."
         )
+    if len(plan.stages) == 1 and is_sharded(plan):
+        return explain_sharding(graph, plan, result)
     if plan.is_pipeline:
         return explain_pipeline(plan, result, baselines, notes)
     if plan.stages[0].mesh is not None:
         return _explain_copies(plan, result, baselines, notes)
+    return _explain_placement(plan, result, baselines, notes)
+
+
+def _explain_placement(
+    plan: Plan,
+    result: Result,
+    baselines: Mapping[str, float | None],
+    notes: Mapping[str, str],
+) -> str:
     used = [use for use in result.devices if use.num_ops]
     if len(used) == 1:
         return _explain_one(plan, result, used[0])

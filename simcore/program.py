@@ -6,19 +6,21 @@ holds for the other. Axes: op, dev as in `OpGraph`; base (an op of the plan's gr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.buckets import fill_buckets
 from simcore.cluster import Cluster
 from simcore.collectives import Collective, make_collective
-from simcore.cost import CostSource, CostTable
+from simcore.cost import CostTable
 from simcore.errors import PlanError
 from simcore.graph import FixedCosts, OpClass, OpGraph, Phase, Role
+from simcore.mesh import ALONE, DATA, DATA_AXIS, Mesh
+from simcore.op_curves import CostSource
 from simcore.plan import DEFAULT_BUCKETS, Buckets
 
-FIRST_BUCKET = 2**20  # bytes; torch's DistributedDataParallel closes the first bucket early
 NOWHERE = -1  # the device of a collective, and the base op of what has none
 _T = TypeVar("_T", bound=np.generic)
 
@@ -29,7 +31,7 @@ class Program:
 
     graph: OpGraph
     placement: NDArray[np.int32]  # [op] device, NOWHERE = a collective
-    base: NDArray[np.int32]  # [op] op of the plan's graph, NOWHERE = a collective
+    base: NDArray[np.int32]  # [op] op of the plan's graph, NOWHERE = a sum of gradients
     collectives: Mapping[int, Collective]  # by op
     cost: CostTable
     # class -> bytes that ops hold for the whole step, where the graph does not say
@@ -42,51 +44,16 @@ class Program:
         return [0 if base == NOWHERE else of_base[base] for base in self.base.tolist()]
 
 
-def fill_buckets(
-    graph: OpGraph, sizes: NDArray[np.int64], buckets: Buckets
-) -> list[NDArray[np.int64]]:
-    """Returns the gradients of each bucket, tensor ids in the order in which they are made.
+class Sharded(NamedTuple):
+    """How the copies of a model are shared out themselves.
 
-    Args:
-        graph: the graph.
-        sizes: bytes of each tensor, [tensor].
-        buckets: how large they are.
+    Attributes:
+        mesh: of the devices; copies are its axis ``dp``.
+        communication: of the COLLECTIVE ops of the graph: (kind, axis of the mesh, bytes).
     """
-    return close_buckets(gradients_of(graph), sizes, buckets)
 
-
-def gradients_of(graph: OpGraph) -> NDArray[np.int64]:
-    """Returns the gradients that updates read, tensor ids in the order in which they are made."""
-    update = np.flatnonzero(graph.op_class == OpClass.UPDATE)
-    read = [graph.inputs[graph.first_input[op] : graph.first_input[op + 1]] for op in update]
-    tensors = np.unique(np.concatenate([np.zeros(0, np.int32), *read]))
-    gradients = tensors[graph.tensor_role[tensors] == Role.GRADIENT]
-    order = np.argsort(graph.tensor_producer[gradients], kind="stable")
-    ready: NDArray[np.int64] = gradients[order].astype(np.int64)
-    return ready
-
-
-def close_buckets(
-    ready: NDArray[np.int64], sizes: NDArray[np.int64], buckets: Buckets
-) -> list[NDArray[np.int64]]:
-    """Divides gradients into buckets as torch's DistributedDataParallel does after its first step.
-
-    A bucket is closed by the gradient that fills it, the first at 1 MiB unless a size is given.
-
-    Args:
-        ready: tensor ids in the order in which they are made.
-        sizes: bytes of each tensor, [tensor].
-        buckets: how large they are.
-    """
-    found: list[NDArray[np.int64]] = []
-    limit = FIRST_BUCKET if buckets.num_bytes == DEFAULT_BUCKETS.num_bytes else buckets.num_bytes
-    begin, filled = 0, 0
-    for end, gradient in enumerate(ready.tolist(), start=1):
-        filled += int(sizes[gradient])
-        if end == len(ready) or (limit and filled >= limit):
-            found.append(ready[begin:end])
-            begin, filled, limit = end, 0, buckets.num_bytes
-    return found
+    mesh: Mesh
+    communication: Mapping[int, tuple[str, int, int]]
 
 
 def copy_program(
@@ -95,18 +62,22 @@ def copy_program(
     devices: Sequence[int],
     cost: CostTable,
     buckets: Buckets = DEFAULT_BUCKETS,
+    sharded: Sharded | None = None,
 ) -> Program:
     """Returns copies of a training step, one a device, whose gradients are summed on the way.
 
     Bucket after bucket is summed by an all-reduce, each after the one before it (they share one
-    communicator), while the backward goes on; an update waits for the bucket of its gradient.
+    communicator), while the backward goes on; an update waits for the bucket of its gradient. Where
+    several devices share a copy, each does the ops of one shard, and the sums of gradients are
+    between the same shards of all copies.
 
     Args:
-        graph: one copy.
+        graph: one copy, or what one device does of a shared one.
         cluster: the cluster.
-        devices: device indices, one a copy.
-        cost: what the ops of one copy cost, at its batch.
+        devices: device indices, in the order of the mesh.
+        cost: what the ops of one device cost, at the batch of a copy.
         buckets: how gradients are put together.
+        sharded: how copies are shared out; None = each copy is on one device.
 
     Raises:
         PlanError: no parameter is trained, a device comes twice, or two devices have no route.
@@ -115,69 +86,107 @@ def copy_program(
         raise PlanError(
             f"{graph.name}: data parallel needs parameters that are trained; the graph updates none"
         )
+    if sharded is None:
+        sharded = Sharded(Mesh.of({DATA: len(devices)}), {})
     sizes = graph.at_batch(cost.batches[0]).tensor_bytes
-    filled = fill_buckets(graph, sizes, buckets) if len(devices) > 1 else []
-    layout = _Layout(graph, len(devices), filled)
-    made = [
-        make_collective(
-            "all_reduce", int(sizes[b].sum()), cluster, devices, algorithm=buckets.algorithm
-        )
-        for b in filled
-    ]
+    filled = fill_buckets(graph, sizes, buckets) if sharded.mesh.copies > 1 else []
+    layout = _Layout(graph, sharded, filled)
     spelled = _spell_out(layout)
     held = {} if buckets.as_views else {"buckets": _bucket_bytes(layout, sizes)}
     for extra in held.values():
         spelled = replace(spelled, resident=spelled.resident + np.outer(extra, (1, 0)))
     placement = np.full(spelled.num_ops, NOWHERE, np.int32)
-    placement[layout.computes] = np.tile(np.array(devices, np.int32), graph.num_ops)
+    computes = layout.copy != NOWHERE
+    placement[computes] = np.array(devices, np.int32)[layout.copy[computes]]
     return Program(
         graph=spelled,
         placement=placement,
         base=layout.base,
-        collectives=dict(zip(layout.reduces.tolist(), made, strict=True)),
+        collectives=_collectives(layout, cluster, devices, sizes, buckets),
         cost=_costs(cost, layout),
         held=held,
     )
 
 
+def _collectives(
+    layout: "_Layout",
+    cluster: Cluster,
+    devices: Sequence[int],
+    sizes: NDArray[np.int64],
+    buckets: Buckets,
+) -> dict[int, Collective]:
+    """Returns the collectives of a program, by op, ascending."""
+    mesh, found = layout.mesh, {}
+    groups = {axis: mesh.members(axis).tolist() for axis in range(len(mesh.sizes))}
+    for base, (kind, axis, num_bytes) in layout.communication.items():
+        first = int(layout.op[base].min())
+        for number, group in enumerate(groups[axis]):
+            members = [devices[copy] for copy in group]
+            found[first + number] = make_collective(kind, num_bytes, cluster, members)
+    for bucket, reduces in zip(layout.buckets, layout.reduces.tolist(), strict=True):
+        num_bytes = int(sizes[bucket].sum())
+        for group, op in zip(groups[DATA_AXIS], reduces, strict=True):
+            members = [devices[copy] for copy in group]
+            found[op] = make_collective(
+                "all_reduce", num_bytes, cluster, members, algorithm=buckets.algorithm
+            )
+    return dict(sorted(found.items()))
+
+
 class _Layout:
     """Where the copies of ops and tensors are in the new graph.
 
-    Ops stand by base op, then copy; the all-reduce of a bucket stands behind the last op that makes
-    a gradient of it. Its outputs are a token for the next one, and every copy of every gradient.
+    Ops stand by base op, then copy (a device of the mesh); a collective of the base graph stands
+    there once for each group of its axis, and has the outputs of all members. The all-reduces of a
+    bucket, one for each shard, stand behind the last op that makes a gradient of it. Their outputs
+    are a token for the next one, and every copy of every gradient.
     """
 
-    def __init__(self, graph: OpGraph, copies: int, buckets: list[NDArray[np.int64]]) -> None:
-        self.graph, self.copies, self.buckets = graph, copies, buckets
+    def __init__(self, graph: OpGraph, sharded: Sharded, buckets: list[NDArray[np.int64]]) -> None:
+        self.graph, self.mesh, self.buckets = graph, sharded.mesh, buckets
+        self.communication = sharded.communication
+        mesh = sharded.mesh
+        self.copies = mesh.num_devices
+        self.axis = np.full(graph.num_ops, ALONE)  # [base]
+        for base, (_, axis, _) in self.communication.items():
+            self.axis[base] = axis
+        axes = (ALONE, *range(len(mesh.sizes)))
+        sizes, groups, ranks = (
+            np.array([of(axis) for axis in axes]) for of in (mesh.size, mesh.group, mesh.rank)
+        )
+        members = sizes[self.axis + 1]  # [base]
         last = np.array([graph.tensor_producer[b].max() for b in buckets], np.int64)
         last = np.maximum.accumulate(last)
         number = np.arange(len(buckets))
-        self.reduces = (last + 1) * copies + number  # [bucket] op
-        before = np.searchsorted(last, np.arange(graph.num_ops))  # collectives ahead of a base op
-        first = np.arange(graph.num_ops) * copies + before
-        self.op = first[:, None] + np.arange(copies)  # [base, copy] op
-        self.computes = self.op.ravel()
-        num_ops = graph.num_ops * copies + len(buckets)
+        end = np.cumsum(self.copies // members)  # [base] ops up to and with a base op
+        begin = end - self.copies // members
+        self.reduces = (end[last] + number * mesh.shards)[:, None] + np.arange(mesh.shards)
+        before = np.searchsorted(last, np.arange(graph.num_ops))  # buckets ahead of a base op
+        first = begin + before * mesh.shards
+        self.op = first[:, None] + groups[self.axis + 1]  # [base, copy] op
+        num_ops = int(end[-1] if len(end) else 0) + self.reduces.size
         self.base = np.full(num_ops, NOWHERE, np.int32)
-        self.base[self.computes] = np.repeat(np.arange(graph.num_ops), copies)
-        self.copy = np.zeros(num_ops, np.int64)
-        self.copy[self.computes] = np.tile(np.arange(copies), graph.num_ops)
-        made = np.diff(graph.first_output)
+        self.base[self.op] = np.arange(graph.num_ops)[:, None]
+        self.copy = np.full(num_ops, NOWHERE, np.int64)  # [op] NOWHERE = a collective
+        alone = self.axis == ALONE
+        self.copy[self.op[alone]] = np.arange(self.copies)
         outputs = np.zeros(num_ops, np.int64)
-        outputs[self.computes] = np.repeat(made, copies)
-        outputs[self.reduces] = [1 + len(b) * copies for b in buckets]
+        outputs[self.op] = (np.diff(graph.first_output) * members)[:, None]
+        outputs[self.reduces] = np.array([1 + len(b) * mesh.copies for b in buckets])[:, None]
         held = int(graph.first_output[0]) if graph.num_ops else graph.num_tensors
         self.first_output = held + np.concatenate([[0], np.cumsum(outputs)])
         self.num_held = held
         # [tensor, copy] tensor; parameters and buffers are one tensor for all copies
-        self.tensor = np.repeat(np.arange(graph.num_tensors)[:, None], copies, axis=1)
+        self.tensor = np.repeat(np.arange(graph.num_tensors)[:, None], self.copies, axis=1)
         producer = graph.tensor_producer[held:]
         offset = np.arange(held, graph.num_tensors) - graph.first_output[producer]
-        self.tensor[held:] = self.first_output[self.op[producer]] + offset[:, None]
+        place = (offset * members[producer])[:, None] + ranks[self.axis[producer] + 1]
+        self.tensor[held:] = self.first_output[self.op[producer]] + place
         self.reduced: NDArray[np.int64] = self.tensor.copy()  # [tensor, copy] after the sum
-        for bucket, reduce in zip(buckets, self.reduces, strict=True):
-            places = np.arange(len(bucket) * copies).reshape(len(bucket), copies)
-            self.reduced[bucket] = self.first_output[reduce] + 1 + places
+        shard, rank = mesh.group(DATA_AXIS), mesh.rank(DATA_AXIS)
+        for bucket, reduces in zip(buckets, self.reduces, strict=True):
+            places = np.arange(len(bucket))[:, None] * mesh.copies + rank
+            self.reduced[bucket] = self.first_output[reduces[shard]] + 1 + places
 
     @property
     def num_tensors(self) -> int:
@@ -188,9 +197,9 @@ class _Layout:
 def _spell_out(layout: _Layout) -> OpGraph:
     """Returns the new graph."""
     graph, copies = layout.graph, layout.copies
-    is_reduce = layout.base == NOWHERE
-    unit = np.where(is_reduce, graph.num_units * copies + np.arange(len(is_reduce)), 0)
-    unit[~is_reduce] = graph.unit[layout.base[~is_reduce]] * copies + layout.copy[~is_reduce]
+    shared = layout.copy == NOWHERE
+    unit = np.where(shared, graph.num_units * copies + np.arange(len(shared)), 0)
+    unit[~shared] = graph.unit[layout.base[~shared]] * copies + layout.copy[~shared]
     first_input, inputs = _inputs(layout)
     tensors = _Tensors(layout)
     return OpGraph(
@@ -246,33 +255,43 @@ def _fixed(layout: _Layout) -> FixedCosts | None:
 
 
 def _names(layout: _Layout) -> tuple[str, ...]:
-    bucket = {int(op): number for number, op in enumerate(layout.reduces)}
-    return tuple(
-        f"all-reduce of bucket {bucket[op]}" if base == NOWHERE
-        else f"{layout.graph.op_names[base]} (copy {layout.copy[op]})"
-        for op, base in enumerate(layout.base.tolist())
-    )  # fmt: skip
+    several = layout.mesh.shards > 1
+    names = [""] * len(layout.base)
+    for number, reduces in enumerate(layout.reduces.tolist()):
+        for shard, op in enumerate(reduces):
+            names[op] = f"all-reduce of bucket {number}" + f" (shard {shard})" * several
+    of_base, copies = layout.graph.op_names, layout.copy.tolist()
+    group = dict.fromkeys(layout.communication, 0)
+    for op, base in enumerate(layout.base.tolist()):
+        if copies[op] != NOWHERE:
+            names[op] = f"{of_base[base]} (copy {copies[op]})"
+        elif base != NOWHERE:
+            names[op] = f"{of_base[base]} (group {group[base]})"
+            group[base] += 1
+    return tuple(names)
 
 
 def _inputs(layout: _Layout) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Returns what every op reads: (offsets by op, tensors, ascending within an op)."""
-    graph, copies = layout.graph, layout.copies
+    graph = layout.graph
     base = np.repeat(np.arange(graph.num_ops), np.diff(graph.first_input))
     updates = (graph.op_class[base] == OpClass.UPDATE)[:, None]
     tensor = np.where(updates, layout.reduced[graph.inputs], layout.tensor[graph.inputs])
     op = layout.op[base]
     ops, tensors = [op.ravel()], [tensor.ravel()]
-    for number, (bucket, reduce) in enumerate(zip(layout.buckets, layout.reduces, strict=True)):
-        read = layout.tensor[bucket].ravel()
-        if number:
-            read = np.append(read, layout.first_output[layout.reduces[number - 1]])
-        ops.append(np.full(len(read), reduce))
-        tensors.append(read)
+    members = layout.mesh.members(DATA_AXIS)
+    for number, (bucket, reduces) in enumerate(zip(layout.buckets, layout.reduces, strict=True)):
+        for shard, reduce in enumerate(reduces):
+            read = layout.tensor[bucket][:, members[shard]].ravel()
+            if number:
+                read = np.append(read, layout.first_output[layout.reduces[number - 1, shard]])
+            ops.append(np.full(len(read), reduce))
+            tensors.append(read)
     op, tensor = np.concatenate(ops), np.concatenate(tensors)
-    order = np.lexsort((tensor, op))
-    num_ops = graph.num_ops * copies + len(layout.buckets)
-    first = np.searchsorted(op[order], np.arange(num_ops + 1)).astype(np.int64)
-    return first, tensor[order].astype(np.int32)
+    pairs = np.unique(op.astype(np.int64) * (layout.num_tensors + 1) + tensor)
+    op, tensor = np.divmod(pairs, layout.num_tensors + 1)
+    first = np.searchsorted(op, np.arange(len(layout.base) + 1)).astype(np.int64)
+    return first, tensor.astype(np.int32)
 
 
 class _Tensors:
@@ -284,7 +303,7 @@ class _Tensors:
         base = np.zeros(count, np.int64)  # tensor of one copy
         copy = np.zeros(count, np.int64)
         is_token = np.zeros(count, np.bool_)
-        is_token[layout.first_output[layout.reduces]] = True
+        is_token[layout.first_output[layout.reduces.ravel()]] = True
         for table in (layout.tensor, layout.reduced):
             base[table.ravel()] = np.repeat(np.arange(graph.num_tensors), copies)
             copy[table.ravel()] = np.tile(np.arange(copies), graph.num_tensors)
@@ -321,15 +340,23 @@ def _bucket_bytes(layout: _Layout, sizes: NDArray[np.int64]) -> NDArray[np.int64
     """Returns the bytes of buckets beside the op that makes the first gradient of each, [op]."""
     held = np.zeros(len(layout.base), np.int64)
     for bucket in layout.buckets:
-        held[layout.op[layout.graph.tensor_producer[bucket[0]]]] += int(sizes[bucket].sum())
+        maker = int(layout.graph.tensor_producer[bucket[0]])
+        while layout.axis[maker] != ALONE:  # a collective holds nothing; what it reads is made
+            maker = int(
+                layout.graph.tensor_producer[layout.graph.inputs[layout.graph.first_input[maker]]]
+            )
+        held[layout.op[maker]] += int(sizes[bucket].sum())
     return held
 
 
 def _costs(cost: CostTable, layout: _Layout) -> CostTable:
+    is_free = layout.copy == NOWHERE
+    seconds, launch = _per_op(layout, cost.seconds), _per_op(layout, cost.launch)
+    seconds[is_free], launch[is_free] = 0.0, 0.0
     return replace(
         cost,
-        seconds=_per_op(layout, cost.seconds),
-        launch=_per_op(layout, cost.launch),
+        seconds=seconds,
+        launch=launch,
         source=_per_op(layout, cost.source, CostSource.ZERO),
         relative_error=_per_op(layout, cost.relative_error),
         trail=None if cost.trail is None else _per_op(layout, cost.trail),

@@ -14,12 +14,14 @@ from simcore.job import Job
 from simcore.lower import Problem, batch_per_copy
 from simcore.pipeline import Pipeline
 from simcore.pipeline_build import build_pipeline
+from simcore.pipeline_fold import folded, unfolded
 from simcore.pipeline_ops import op_program
 from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import DEFAULT_BUCKETS, ONE_HOST, Buckets, Plan, Settings
-from simcore.program import copy_program
+from simcore.program import NOWHERE, Sharded, copy_program
 from simcore.result import DeviceUse, Result
 from simcore.run import BatchResult, run_placement, simulate_batch
+from simcore.shards import communication_at, is_sharded, one_device, plan_meshes
 from simcore.steady_state import steady_period
 
 __all__ = [
@@ -76,6 +78,8 @@ def simulate(
     )
     if plan.is_pipeline:
         return simulate_pipeline(graph, cluster, job, plan, options)
+    if is_sharded(plan):
+        return simulate_sharded(graph, cluster, job, plan, options)
     if plan.stages[0].mesh is not None:
         devices = [cluster.device_index(name) for name in plan.stages[0].devices]
         return simulate_copies(graph, cluster, job, devices, options, buckets=plan.buckets)
@@ -131,6 +135,46 @@ def simulate_copies(
     return describe(problem, run_placement(problem, program.placement), program.held)
 
 
+def simulate_sharded(
+    graph: OpGraph, cluster: Cluster, job: Job, plan: Plan, options: Options
+) -> Result:
+    """Simulates a plan of one stage in which several devices share a copy, op by op.
+
+    Args:
+        graph: the whole graph.
+        cluster: the cluster.
+        job: the job; its batch is divided among the copies.
+        plan: the plan; `Plan.validate` has nothing against it.
+        options: how to simulate.
+
+    Raises:
+        PlanError: the graph cannot be sharded so, or the batch does not divide.
+    """
+    device = one_device(graph, plan, np.zeros(graph.num_units, np.int32))
+    mesh = plan_meshes(plan)[0]
+    parts = mesh.copies * device.samples
+    batch = batch_per_copy(graph, job, parts)
+    kinds = tuple(dict.fromkeys(each.kind for each in cluster.devices))
+    cost = cost_table(device.graph, job, kinds, (batch,))
+    places = [cluster.device_index(name) for name in plan.stages[0].devices]
+    sharded = Sharded(mesh, communication_at(device, mesh, batch or 1))
+    program = copy_program(device.graph, cluster, places, cost, plan.buckets, sharded)
+    base = np.append(device.base, NOWHERE)[program.base]
+    program = replace(program, base=np.maximum(base, NOWHERE).astype(np.int32))
+    problem = Problem.build(
+        program.graph,
+        cluster,
+        job,
+        options.settings,
+        cost=program.cost,
+        copies=parts,
+        reserve_memory=options.reserve_memory,
+        priorities=program.priorities(options.priorities),
+        collectives=program.collectives,
+    )
+    return describe(problem, run_placement(problem, program.placement), program.held)
+
+
 def simulate_pipeline(
     graph: OpGraph, cluster: Cluster, job: Job, plan: Plan, options: Options
 ) -> Result:
@@ -150,6 +194,8 @@ def simulate_pipeline(
     if options.settings.granularity == "op":
         program = op_program(graph, cluster, job, pipeline)
     else:
+        if options.settings.host == "per_rank":
+            pipeline = folded(pipeline, cluster)
         program = pipeline_program(graph.name, cluster, pipeline, job.batch)
     problem = Problem.build(
         program.graph,
@@ -161,6 +207,7 @@ def simulate_pipeline(
         collectives=program.collectives,
     )
     result = describe(problem, run_placement(problem, program.placement), program.held)
+    result = unfolded(result, pipeline, cluster)
     if pipeline.schedule.asynchronous:
         return per_minibatch(result, pipeline, cluster)
     return result
@@ -198,7 +245,7 @@ def _use_per_minibatch(use: DeviceUse, count: int, seconds: float) -> DeviceUse:
 def hop_period(pipeline: Pipeline, cluster: Cluster) -> float:
     """Returns the steady seconds per minibatch of stages of one device each."""
     schedule = pipeline.schedule
-    device = [pipeline.copies(stage)[0] for stage in range(schedule.num_stages)]
+    device = [pipeline.places(stage)[0] for stage in range(schedule.num_stages)]
     kind = [pipeline.kinds.index(cluster.devices[index].kind) for index in device]
     phases = {action.phase for row in schedule.actions for action in row}
     cost = {

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.errors import PlanError
-from simcore.graph import OpClass, OpGraph, Role
+from simcore.graph import OpGraph, Role
 from simcore.schedule import Edges
 from simcore.signature import Phase
 
@@ -275,11 +275,6 @@ def _check_phases(graph: OpGraph, uses: _Uses) -> None:
             f"{graph.op_names[op]!r} (phase {Phase(graph.phase[op]).name})" for op in ops
         )
         raise PlanError(f"{graph.name}: {reader} reads what {maker} makes: not a training step")
-    if (graph.op_class == OpClass.COLLECTIVE).any():
-        op = int(np.argmax(graph.op_class == OpClass.COLLECTIVE))
-        raise PlanError(
-            f"{graph.name}: {graph.op_names[op]!r} is a collective; stages are cut from one copy"
-        )
 
 
 def _within(phase: NDArray[np.uint8], uses: _Uses, only: Phase) -> NDArray[np.bool_]:

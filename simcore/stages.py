@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from simcore.cost import CostTable, cost_table
 from simcore.graph import OpGraph, Sized
 from simcore.job import Job
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.recompute import (
     BACKWARD,
     WEIGHTS,

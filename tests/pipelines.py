@@ -8,6 +8,7 @@ import numpy as np
 from simcore.cluster import Cluster, Device, Link
 from simcore.job import Job
 from simcore.lower import Problem
+from simcore.mesh import Mesh
 from simcore.pipeline import Part, Pipeline, Tie
 from simcore.pipeline_batch import blank_tables
 from simcore.pipeline_tasks import pipeline_program
@@ -68,6 +69,7 @@ def pipeline_of(
     return Pipeline(
         schedule=schedule,
         devices=tuple(tuple(rank * copies + c for c in range(copies)) for rank in ranks),
+        meshes=(Mesh.of({"dp": copies}),) * schedule.num_ranks,
         tables=(tables,) * schedule.num_stages,
         parts=tuple(parts or ((),) * schedule.num_stages),
         ties=tuple(ties),

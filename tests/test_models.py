@@ -29,8 +29,8 @@ PUBLISHED = {
     "vgg-19": 143_667_240,
 }
 FAMILIES = [
-    "bert-base", "gnmt-4", "gpt2", "inception-v3", "moe", "multi-modal", "nasnet-mobile",
-    "resnet-50", "t5-base", "transformer-base", "two-tower", "vgg-16",
+    "bert-base", "gnmt-4", "gpt2", "inception-v3", "moe", "moe-stacked", "multi-modal",
+    "nasnet-mobile", "resnet-50", "t5-base", "transformer-base", "two-tower", "vgg-16",
 ]  # fmt: skip
 
 

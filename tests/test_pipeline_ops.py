@@ -23,7 +23,7 @@ from simcore.pipeline_build import build_pipeline
 from simcore.pipeline_ops import op_program
 from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import Buckets, Plan, Ref, Settings, Stage
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.program import Program, copy_program
 from simcore.result import RawRun
 from simcore.run import run_placement

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size as torch_buckets
 
 from simcore.bounds import copies_bound
+from simcore.buckets import fill_buckets
 from simcore.cluster import Cluster
 from simcore.cost import CostTable
 from simcore.describe import describe
@@ -21,7 +22,7 @@ from simcore.job import Job
 from simcore.lower import Problem
 from simcore.plan import Buckets, Plan, Settings
 from simcore.profile import Limits
-from simcore.program import NOWHERE, Program, copy_program, fill_buckets
+from simcore.program import NOWHERE, Program, copy_program
 from simcore.result import Result
 from simcore.simulation import run_placement, simulate
 from simcore.units import GB

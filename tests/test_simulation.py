@@ -14,7 +14,7 @@ from simcore.job import Job
 from simcore.kernel import Status
 from simcore.lower import Problem
 from simcore.plan import Constraints, Plan, Settings
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.simulation import (
     run_placement,
     simulate,

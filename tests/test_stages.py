@@ -12,7 +12,7 @@ from simcore.cost import cost_table
 from simcore.errors import JobError, PlanError
 from simcore.graph import GraphBuilder, OpClass, OpGraph, Out, Phase, Role
 from simcore.job import Job
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.recompute import NONE, find_attention_cores, find_blocks
 from simcore.stage_cut import cut_graph
 from simcore.stages import backward_phases, check_stages, stage_edges, stage_tables

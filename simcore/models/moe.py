@@ -3,7 +3,8 @@
 Top-2 routing among 8 experts as GShard (Lepikhin et al., 2021, arXiv:2006.16668): each sequence is
 a group, each expert takes a fixed number of its tokens, the rest pass by the residual connection.
 Dispatch and combination are dense einsums, so no shape depends on the data. Each expert is a module
-of its own: a branch that can be placed.
+of its own, a branch that can be placed (`moe`), or all are one batched product, which can be split
+by expert (`moe_stacked`).
 """
 
 import math
@@ -83,15 +84,43 @@ class ExpertLayer(nn.Module):
         return torch.einsum("blec,ebcw->blw", combine, torch.stack(done)), balance
 
 
+class StackedExpertLayer(nn.Module):
+    """The same with the weights of all experts in one tensor: expert, in, out."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.router = Router(shape.width)
+        self.inner = nn.Parameter(torch.empty(EXPERTS, shape.width, 4 * shape.width))
+        self.inner_bias = nn.Parameter(torch.zeros(EXPERTS, 1, 4 * shape.width))
+        self.outer = nn.Parameter(torch.empty(EXPERTS, 4 * shape.width, shape.width))
+        self.outer_bias = nn.Parameter(torch.zeros(EXPERTS, 1, shape.width))
+        self.dropout = nn.Dropout(shape.dropout)
+        for weight in (self.inner, self.outer):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mixed states [batch, length, width] and the balance loss."""
+        combine, balance = self.router(states)
+        combine = combine.to(states.dtype)
+        dispatch = (combine > 0).to(states.dtype)
+        sent = torch.einsum("blec,blw->ebcw", dispatch, states)
+        rows = sent.reshape(EXPERTS, -1, states.shape[-1])
+        inner = nn.functional.gelu(
+            torch.bmm(rows, self.inner) + self.inner_bias, approximate="tanh"
+        )
+        done = self.dropout(torch.bmm(inner, self.outer) + self.outer_bias).reshape(sent.shape)
+        return torch.einsum("blec,ebcw->blw", combine, done), balance
+
+
 class ExpertBlock(nn.Module):
     """One pre-norm decoder layer whose feed-forward network is a mixture."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, layer: type[nn.Module] = ExpertLayer) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(shape.width)
         self.attn = GPTAttention(shape)
         self.ln_2 = nn.LayerNorm(shape.width)
-        self.moe = ExpertLayer(shape)
+        self.moe = layer(shape)
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Returns states [batch, length, width] and the balance loss."""
@@ -103,12 +132,12 @@ class ExpertBlock(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Decoder-only language model with dense and expert layers in turn."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, layer: type[nn.Module] = ExpertLayer) -> None:
         super().__init__()
         self.embeddings = GPTEmbeddings(shape)
         pairs = range(shape.layers // 2)
         self.dense = nn.ModuleList([GPTBlock(shape) for _ in pairs])
-        self.sparse = nn.ModuleList([ExpertBlock(shape) for _ in pairs])
+        self.sparse = nn.ModuleList([ExpertBlock(shape, layer) for _ in pairs])
         self.ln_f = nn.LayerNorm(shape.width)
         self.lm_head = TiedHead()
 
@@ -126,3 +155,8 @@ class MixtureOfExperts(nn.Module):
 def moe(length: int) -> Built:
     """Returns the mixture of experts; `length` in tokens."""
     return Built(MixtureOfExperts(SHAPE), next_tokens(length))
+
+
+def moe_stacked(length: int) -> Built:
+    """Returns the mixture of experts whose experts are one tensor; `length` in tokens."""
+    return Built(MixtureOfExperts(SHAPE, StackedExpertLayer), next_tokens(length))

@@ -258,6 +258,15 @@ _BRANCHED = (
         parameters=322_818_816,
         sizes=(2, 1024),
     ),
+    ModelSpec(
+        name="moe-stacked",
+        summary="moe with the experts of a layer in one batched product, to be split by expert",
+        factory="moe:moe_stacked",
+        default_job=Job(batch=32, sequence_length=512, optimizer="adam"),
+        reason="as moe",
+        parameters=322_818_816,
+        sizes=(2, 1024),
+    ),
 )
 
 SPECS = {spec.name: spec for spec in (*_LANGUAGE, *_IMAGE, *_BRANCHED)}
