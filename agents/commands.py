@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agents.agent_options import add_agent_options, learners_of
 from simcore.cli import FAILED, OK, Answer, Subparsers, make_console, note
 from simcore.errors import UsageError
 from simcore.options import (
@@ -45,15 +46,17 @@ def add_plan(subparsers: Subparsers) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--cluster",
-        required=True,
         metavar="NAME",
-        help="a preset (placewright clusters shows them), or a .toml file",
+        help="a preset (placewright clusters shows them), or a .toml file; needed, but with "
+        "--objective max-load",
     )
     parser.add_argument("--out", type=Path, default=Path("plan.json"), metavar="FILE",
                         help="where the plan is written (plan.json)")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     _add_search_options(parser.add_argument_group("search"))
     _add_pipeline_options(parser.add_argument_group("pipelines"))
+    add_agent_options(parser.add_argument_group("trained policies"))
+    _add_exact_options(parser.add_argument_group("dnn-partitioning files"))
     add_job_options(parser)
     add_settings_options(parser)
     parser.set_defaults(run=_plan)
@@ -62,7 +65,7 @@ def add_plan(subparsers: Subparsers) -> None:
 def _add_search_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--strategy",
-        choices=("auto", "placement", "pipeline"),
+        choices=("auto", "placement", "pipeline", "sharding"),
         default="auto",
         help="placement: a device for every op; pipeline: stages that work on microbatches; auto: "
         "both, and copies of the model (auto)",
@@ -119,6 +122,37 @@ def _add_pipeline_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_exact_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--objective",
+        choices=("step-time", "max-load"),
+        default="step-time",
+        help="max-load: the largest load of a device, for a dnn-partitioning file with its own "
+        "devices, memory and costs, in the file's unit (step-time)",
+    )
+    group.add_argument(
+        "--exact", action="store_true", help="prove how good it is; goes with --objective max-load"
+    )
+    group.add_argument(
+        "--contiguous",
+        action="store_true",
+        help="each device holds a contiguous part of the forward graph",
+    )
+
+
+def _is_exact(args: argparse.Namespace) -> bool:
+    """Returns whether a file is to be solved for its own devices; refuses half of the options."""
+    if args.objective == "max-load" and not args.exact:
+        raise UsageError("--objective max-load needs --exact; there is no other search for it")
+    if args.objective != "max-load":
+        for flag in ("exact", "contiguous"):
+            if getattr(args, flag):
+                raise UsageError(f"--{flag} needs --objective max-load")
+        if args.cluster is None:
+            raise UsageError("the following arguments are required: --cluster")
+    return bool(args.objective == "max-load")
+
+
 def _demands(args: argparse.Namespace) -> Demands:
     from agents.planners.pipeline_layouts import Demands
     from agents.planners.pipeline_plans import CHANGES
@@ -140,7 +174,12 @@ def _plan(args: argparse.Namespace) -> Answer:
     from simcore.cost import assumptions
     from simcore.sources import is_captured, load_graph
 
-    pins, demands = _pins(args.pin), _demands(args)
+    if _is_exact(args):
+        from agents.exact.command import plan_max_load
+
+        _check_writable(args.out, args.model)
+        return plan_max_load(args)
+    pins, demands, learners = _pins(args.pin), _demands(args), learners_of(args)
     _check_writable(args.out, args.model, args.cluster)
     cluster = clusters.resolve(args.cluster)
     if is_captured(args.model) and not args.quiet:
@@ -163,6 +202,7 @@ def _plan(args: argparse.Namespace) -> Answer:
             exclude=args.exclude,
             reserve_memory=args.reserve_memory,
             progress=display.update,
+            learners=learners,
         )
     plan = located(found.plan, args.out, source, args.cluster)
     if found.feasible:

@@ -30,7 +30,9 @@ BYTES_PER_COST = 2 * 2**30 / 1e3  # bytes; one unit of cost is a millisecond at 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
 
-class _Node(msgspec.Struct):
+class Node(msgspec.Struct):
+    """One operator, as the file has it."""
+
     id: int
     fpga_latency: float = msgspec.field(name="fpgaLatency")  # ms
     cpu_latency: float = msgspec.field(name="cpuLatency")  # ms
@@ -41,16 +43,20 @@ class _Node(msgspec.Struct):
     name: str | None = None
 
 
-class _Edge(msgspec.Struct):
+class Edge(msgspec.Struct):
+    """One use of a tensor, as the file has it."""
+
     source: int = msgspec.field(name="sourceId")
     target: int = msgspec.field(name="destId")
     cost: float = 0.0  # ms
     size: float | None = None  # bytes
 
 
-class _File(msgspec.Struct):
-    nodes: list[_Node]
-    edges: list[_Edge]
+class PartitioningFile(msgspec.Struct):
+    """The operators and edges of a file, as it has them."""
+
+    nodes: list[Node]
+    edges: list[Edge]
 
 
 class DeviceLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +81,23 @@ def read_dnn_partitioning(path: str | Path) -> OpGraph:
 
 def decode_partitioning(content: bytes, source: str) -> OpGraph:
     """Returns the graph of a file's content; `source` names the file in errors (GraphError)."""
-    return _graph(_decode(content, _File, source), source)
+    return _graph(_decode(content, PartitioningFile, source), source)
+
+
+def read_partitioning(path: str | Path) -> PartitioningFile:
+    """Returns a file's own records, checked: ids, edges and numbers make sense, there is no cycle.
+
+    Args:
+        path: the JSON file.
+
+    Raises:
+        GraphError: the file cannot be read or breaks the format; names file, node or edge, reason.
+    """
+    source = str(path)
+    file = _decode(read_bytes(path), PartitioningFile, source)
+    _by_id(file.nodes, source)
+    _in_order(node_names(file.nodes), file.edges, source)
+    return file
 
 
 def read_device_limits(path: str | Path) -> DeviceLimits:
@@ -104,19 +126,15 @@ def _decode(content: bytes, schema: type[_Schema], source: str) -> _Schema:
         raise GraphError(f"{source}: {error.reason} at byte {error.start}") from None
 
 
-def _graph(file: _File, source: str) -> OpGraph:
+def _graph(file: PartitioningFile, source: str) -> OpGraph:
     nodes = _by_id(file.nodes, source)
-    names = _names(file.nodes)
-    outgoing = _outgoing(file.edges, names, source)
-    targets = {
-        names[node]: [names[t] for ts in by_bytes.values() for t in ts]
-        for node, by_bytes in outgoing.items()
-    }
+    names = node_names(file.nodes)
+    outgoing, order = _in_order(names, file.edges, source)
     ids = {name: node for node, name in names.items()}
     builder = GraphBuilder(Path(source).name)
     arriving: dict[int, list[int]] = {node: [] for node in nodes}
     first_of_color: dict[int, int] = {}
-    for name in topological_order(targets, source):
+    for name in order:
         node = nodes[ids[name]]
         op = builder.op(
             name,
@@ -137,11 +155,23 @@ def _graph(file: _File, source: str) -> OpGraph:
     return builder.build()
 
 
-def _by_id(nodes: list[_Node], source: str) -> dict[int, _Node]:
+def _in_order(
+    names: dict[int, str], edges: list[Edge], source: str
+) -> tuple[dict[int, dict[int, list[int]]], list[str]]:
+    """Returns the tensors of each node, as `_outgoing` does, and the names in topological order."""
+    outgoing = _outgoing(edges, names, source)
+    targets = {
+        names[node]: [names[t] for ts in by_bytes.values() for t in ts]
+        for node, by_bytes in outgoing.items()
+    }
+    return outgoing, topological_order(targets, source)
+
+
+def _by_id(nodes: list[Node], source: str) -> dict[int, Node]:
     """Returns the nodes by id, with their numbers checked."""
     if not nodes:
         raise GraphError(f"{source}: no nodes")
-    by_id: dict[int, _Node] = {}
+    by_id: dict[int, Node] = {}
     for node in nodes:
         where = f"{source}: node {node.id}"
         if node.id in by_id:
@@ -153,7 +183,7 @@ def _by_id(nodes: list[_Node], source: str) -> dict[int, _Node]:
     return by_id
 
 
-def _names(nodes: list[_Node]) -> dict[int, str]:
+def node_names(nodes: list[Node]) -> dict[int, str]:
     """Returns one distinct name per node id: the file's, with the id where it is not enough."""
     count = Counter(node.name for node in nodes)
     return {
@@ -165,7 +195,7 @@ def _names(nodes: list[_Node]) -> dict[int, str]:
 
 
 def _outgoing(
-    edges: list[_Edge], names: dict[int, str], source: str
+    edges: list[Edge], names: dict[int, str], source: str
 ) -> dict[int, dict[int, list[int]]]:
     """Returns node -> bytes -> readers: one entry per tensor of the node."""
     outgoing: dict[int, dict[int, list[int]]] = {node: {} for node in names}

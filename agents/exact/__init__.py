@@ -1,0 +1,1 @@
+"""Exact planners, and the published planners' programs under their own objectives."""
