@@ -280,6 +280,11 @@ def add_simulate(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline here, for ui.perfetto.dev"
     )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="simulate also with one thing at a time twice as fast: links, devices, modules, hosts",
+    )
     add_settings_options(parser, "The default of each is what the plan was made with.")
     parser.set_defaults(run=_simulate)
 
@@ -291,6 +296,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     from simcore.plan_summary import plan_record
     from simcore.simulation import simulate
     from simcore.trace import write_trace
+    from simcore.what_if import what_if
 
     plan = Plan.load(args.plan)
     if args.trace is not None and args.trace.exists() and args.trace.samefile(args.plan):
@@ -305,6 +311,15 @@ def _simulate(args: argparse.Namespace) -> Answer:
     bound = plan_bound(graph, cluster, plan, settings, result)
     record = plan_record(graph, cluster, plan.job, plan, result, bound)
     record["trace"] = None if args.trace is None else str(args.trace)
+    record["what_if"] = None
+    if args.what_if:
+        note("simulating changes ...")
+        changes = what_if(graph, cluster, plan.job, plan, result, settings)
+        record["what_if"] = [
+            {"what": each.what, "step_time_s": each.step_time, "saved_s": each.saved,
+             "text": each.text(result.step_time)}
+            for each in changes
+        ]  # fmt: skip
     if args.trace is not None:
         write_trace(args.trace, cluster, result)
         note(f"wrote {args.trace}")
@@ -316,6 +331,10 @@ def _show_plan(record: Row) -> None:
     from simcore.plan_summary import print_plan
 
     print_plan(make_console(), record)
+    if record.get("what_if") is not None:
+        print("\nif")
+        for change in record["what_if"]:
+            print(f"  {change['text']}")
 
 
 def _plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:

@@ -5,39 +5,32 @@ kept apart. Where they come from, first that applies:
 
 - measured seconds of a fixed graph, for the kind and the batch they were measured at (`FIXED`), or
   scaled linearly to others where the job allows it (`SCALED`);
+- measured seconds of the profile's table for the same op and sizes (`MEASURED`);
+- the curve of the op's class and dtype in the hardware profile (`CURVE`), see `simcore.op_curves`;
 - the roofline: the larger of FLOPs / achievable FLOP/s and bytes / achievable bytes/s, with the
   efficiencies of the hardware profile (`ROOFLINE`); an update moves elements times the traffic of
   the job's optimizer;
 - nothing, for views, graph inputs and ops without a signature (`ZERO`).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simcore.cluster import Cluster
 from simcore.errors import GraphError, JobError
 from simcore.graph import FixedCosts, OpClass, OpGraph
 from simcore.job import Job
-from simcore.profile import HardwareProfile, load_profile
-from simcore.signature import CLASS_NAMES
+from simcore.op_curves import CostSource, OpCosts, Query, op_costs
+from simcore.profile import HardwareProfile
+from simcore.profile_store import load_profile
+from simcore.signature import Signature
 
 MEASURED_ERROR = 0.05  # relative; run to run spread of a profiled op
 SCALED_ERROR = 0.3  # relative; as a roofline
 _FREE = (OpClass.INPUT, OpClass.VIEW)
-
-
-class CostSource(IntEnum):
-    """Where the seconds of an op on a device kind come from."""
-
-    ZERO = 0
-    FIXED = 1
-    SCALED = 2
-    ROOFLINE = 3
-    IMPOSSIBLE = 4  # the op cannot run there: its seconds are infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,13 +67,17 @@ def cost_table(
         raise GraphError(f"{graph.name}: groups of ops cost what their members do (Coarse.cost)")
     profiles = [load_profile(kind) for kind in kinds]
     costed = _costed(graph)
-    source = np.where(costed, CostSource.ROOFLINE, CostSource.ZERO).astype(np.uint8)
-    source = np.repeat(source[:, None], len(kinds), axis=1)
+    source = np.zeros((graph.num_ops, len(kinds)), np.uint8)
+    error = np.zeros((graph.num_ops, len(kinds)))
     seconds = np.zeros((graph.num_ops, len(kinds), len(batches)))
     for variant, batch in enumerate(batches):
         size = batch if batch is not None else (graph.batch or 1)
         for kind, profile in enumerate(profiles):
-            seconds[:, kind, variant] = np.where(costed, _roofline(graph, job, profile, size), 0.0)
+            costs = _op_costs(graph, job, profile, size)
+            seconds[costed, kind, variant] = costs.seconds[costed]
+            worse = costed & (costs.relative_error >= error[:, kind])
+            error[worse, kind] = costs.relative_error[worse]
+            source[worse, kind] = costs.source[worse]
     if graph.fixed is not None:
         scales = np.array([_batch_scale(graph, graph.fixed, job, batch) for batch in batches])
         for kind in range(len(kinds)):
@@ -96,13 +93,35 @@ def cost_table(
         seconds=seconds,
         launch=graph.kernels[:, None] * np.array([profile.launch_overhead for profile in profiles]),
         source=source,
-        relative_error=_relative_error(graph, profiles, source),
+        relative_error=_relative_error(source, error),
         kinds=tuple(kinds),
         batches=tuple(batches),
     )
     for array in (table.seconds, table.launch, table.source, table.relative_error):
         array.flags.writeable = False
     return table
+
+
+def kinds_of(cluster: Cluster) -> tuple[str, ...]:
+    """Returns the device kinds of a cluster, as cost tables of it order them."""
+    return tuple(dict.fromkeys(device.kind for device in cluster.devices))
+
+
+def scaled_costs(
+    cost: CostTable, scale: NDArray[np.float64], base: NDArray[np.integer] | None = None
+) -> CostTable:
+    """Returns costs whose seconds are multiplied.
+
+    Args:
+        cost: the costs.
+        scale: of each op of a graph and kind, [op, kind].
+        base: op of that graph for each of the table, negative = none, [op]; None: the same ops.
+    """
+    factors = np.vstack([scale, np.ones((1, scale.shape[1]))])  # the last is of what has no base
+    rows = np.arange(len(scale)) if base is None else np.maximum(base, -1)
+    seconds = cost.seconds * factors[rows][:, :, None]
+    seconds.flags.writeable = False
+    return replace(cost, seconds=seconds)
 
 
 def assumptions(graph: OpGraph, job: Job, kinds: Sequence[str]) -> list[str]:
@@ -125,22 +144,24 @@ def _costed(graph: OpGraph) -> NDArray[np.bool_]:
     return known & ~np.isin(graph.op_class, _FREE)
 
 
-def _roofline(
-    graph: OpGraph, job: Job, profile: HardwareProfile, batch: int
-) -> NDArray[np.float64]:
-    """Returns seconds of every op on one kind at one batch, [op]; each signature is costed once."""
-    signatures = graph.signatures
-    flops = np.array([s.flops(batch) for s in signatures], np.float64)
-    traffic = np.array([s.traffic_bytes(batch) for s in signatures], np.float64)
-    flop_rate = np.array([profile.flop_rate(s.op_class, s.dtype) for s in signatures], np.float64)
-    byte_rate = np.array([profile.byte_rate(s.op_class) for s in signatures], np.float64)
-    per_signature = np.append(np.maximum(flops / flop_rate, traffic / byte_rate), 0.0)
-    moved = graph.elements * float(job.update_traffic_per_element())
-    return np.where(
-        graph.op_class == OpClass.UPDATE,
-        moved / profile.byte_rate("update"),
-        per_signature[graph.signature],
-    )
+def _op_costs(graph: OpGraph, job: Job, profile: HardwareProfile, batch: int) -> OpCosts:
+    """Returns the cost of every op on one kind at one batch; each distinct op is costed once."""
+    places: dict[tuple[int, str, int], int] = {}
+    asked = zip(graph.signature.tolist(), graph.op_targets, graph.phase.tolist(), strict=True)
+    place = np.array([places.setdefault(key, len(places)) for key in asked], np.int64)
+    none = Signature("other", "fp32")  # costs nothing
+    queries = [
+        Query(graph.signatures[signature] if signature >= 0 else none, target, phase)
+        for signature, target, phase in places
+    ]
+    found = op_costs(profile, queries, batch)
+    costs = OpCosts(found.seconds[place], found.source[place], found.relative_error[place])
+    update = graph.op_class == OpClass.UPDATE
+    moved = graph.elements[update] * float(job.update_traffic_per_element())
+    costs.seconds[update] = moved / profile.byte_rate("update")
+    costs.source[update] = CostSource.ROOFLINE
+    costs.relative_error[update] = profile.relative_error("update")
+    return costs
 
 
 def _batch_scale(graph: OpGraph, fixed: FixedCosts, job: Job, batch: int | None) -> float:
@@ -205,13 +226,9 @@ def _overlay(
 
 
 def _relative_error(
-    graph: OpGraph, profiles: Sequence[HardwareProfile], source: NDArray[np.uint8]
+    source: NDArray[np.uint8], modelled: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Returns the relative standard error of the seconds, [op, kind]."""
-    by_class = np.array([[p.relative_error(name) for p in profiles] for name in CLASS_NAMES])
-    by_source = np.zeros(len(CostSource))
-    by_source[CostSource.FIXED] = MEASURED_ERROR
-    by_source[CostSource.SCALED] = SCALED_ERROR
-    by_source[CostSource.ROOFLINE] = math.nan
-    error = by_source[source]
-    return np.where(np.isnan(error), by_class[graph.op_class], error)
+    """Returns the relative standard error of the seconds, [op, kind], given that of predictions."""
+    error = np.where(source == CostSource.SCALED, SCALED_ERROR, modelled)
+    error = np.where(source == CostSource.FIXED, MEASURED_ERROR, error)
+    return np.where(np.isin(source, (CostSource.ZERO, CostSource.IMPOSSIBLE)), 0.0, error)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
-from simcore.cost import CostTable, cost_table
+from simcore.cost import CostTable, cost_table, kinds_of
 from simcore.errors import PlanError
 from simcore.graph import MAX_TOTAL, OpClass, OpGraph, Sized
 from simcore.job import Job
@@ -41,7 +41,8 @@ from simcore.memory import (
 )
 from simcore.network import NetworkTables, network_tables
 from simcore.plan import ONE_HOST, Settings
-from simcore.profile import Limits, load_profile
+from simcore.profile import Limits
+from simcore.profile_store import load_profile
 from simcore.reach import Readers, other_units_readers, unit_leaders
 from simcore.sizes import sizes_at
 
@@ -106,7 +107,7 @@ class Problem:
         if priorities and len(priorities) != graph.num_ops:
             raise PlanError(f"{len(priorities)} priorities for {graph.num_ops} ops")
         batch = batch_per_copy(graph, job, copies)
-        kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+        kinds = kinds_of(cluster)
         if cost is None:
             cost = cost_table(graph, job, kinds, (batch,))
         profiles = [load_profile(device.kind) for device in cluster.devices]

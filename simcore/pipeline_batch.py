@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
+from simcore.cost import kinds_of
 from simcore.errors import PlanError
 from simcore.graph import OpGraph, Phase
 from simcore.job import Job
@@ -81,7 +82,7 @@ class PipelineProblem:
             raise PlanError(
                 f"{cluster.name}: {cluster.num_devices} devices for {schedule.num_ranks} ranks"
             )
-        kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+        kinds = kinds_of(cluster)
         blank = blank_tables(schedule, kinds)
         pipeline = Pipeline(
             schedule=schedule,

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from simcore.buckets import close_buckets
 from simcore.cluster import Cluster
-from simcore.cost import CostTable, cost_table
+from simcore.cost import CostTable, cost_table, kinds_of, scaled_costs
 from simcore.errors import PlanError
 from simcore.graph import OpClass, OpGraph, Phase
 from simcore.job import Job
@@ -132,7 +132,13 @@ def check_semantics(plan: Plan, graph: OpGraph) -> None:
 
 
 def build_pipeline(
-    graph: OpGraph, cluster: Cluster, job: Job, plan: Plan, *, cost: CostTable | None = None
+    graph: OpGraph,
+    cluster: Cluster,
+    job: Job,
+    plan: Plan,
+    *,
+    cost: CostTable | None = None,
+    scale: NDArray[np.float64] | None = None,
 ) -> Pipeline:
     """Returns the pipeline that a valid plan describes.
 
@@ -143,6 +149,7 @@ def build_pipeline(
         plan: stages with meshes, microbatches, a schedule.
         cost: seconds of every op at the samples that one device sees, a variant for each number of
             copies; None = from the hardware profiles.
+        scale: what the seconds of each op are multiplied by, [op, kind]; None = 1.
 
     Raises:
         PlanError: the stages, the schedule or the batch do not go together.
@@ -163,10 +170,12 @@ def build_pipeline(
     copies = [mesh.copies for mesh in meshes]
     microbatch = split_batch(job, plan, schedule.asynchronous, device.samples)
     sizes = [microbatch // (count * device.samples) for count in copies]
-    kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+    kinds = kinds_of(cluster)
     batches = tuple(dict.fromkeys(sizes))
     if cost is None:
         cost = cost_table(graph, job, kinds, batches)
+    if scale is not None:
+        cost = scaled_costs(cost, scale, device.base)
     cost = with_collectives(cost, device, plan, cluster, sizes)
     recompute = tuple(each.recompute for each in plan.stages)
     tables: dict[int, StageTables] = {

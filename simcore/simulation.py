@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
-from simcore.cost import cost_table
+from simcore.cost import CostTable, cost_table, kinds_of, scaled_costs
 from simcore.describe import describe
 from simcore.errors import PlanError
 from simcore.graph import OpGraph, Phase
@@ -42,11 +43,22 @@ class Options:
         settings: order, host, contention and so on.
         reserve_memory: bytes to leave free on every GPU.
         priorities: one number per op, least first, used under ``ready`` order.
+        scale: what the seconds of each op are multiplied by, for what-if questions; None = 1.
     """
 
     settings: Settings = ONE_HOST
     reserve_memory: int = 0
     priorities: Sequence[int] = ()
+    scale: NDArray[np.float64] | None = None  # [op, kind] kinds as `kinds_of` orders them
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Settings | None = None) -> "Options":
+        """Returns how a plan says that it is to be simulated."""
+        return cls(
+            settings=settings or plan.settings,
+            reserve_memory=plan.constraints.reserve_memory_bytes,
+            priorities=plan.priorities,
+        )
 
 
 def simulate(
@@ -71,11 +83,24 @@ def simulate(
     if violations := plan.validate(graph, cluster, job):
         more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
         raise PlanError(violations[0] + more)
-    options = Options(
-        settings=settings or plan.settings,
-        reserve_memory=plan.constraints.reserve_memory_bytes,
-        priorities=plan.priorities,
-    )
+    return simulate_checked(graph, cluster, job, plan, Options.of(plan, settings))
+
+
+def simulate_checked(
+    graph: OpGraph, cluster: Cluster, job: Job, plan: Plan, options: Options
+) -> Result:
+    """Simulates a plan that `Plan.validate` has nothing against, maybe on another cluster.
+
+    Args:
+        graph: the graph the plan is for.
+        cluster: it has the devices of the plan.
+        job: the job.
+        plan: the plan.
+        options: how to simulate.
+
+    Raises:
+        PlanError: what only its parts together show.
+    """
     if plan.is_pipeline:
         return simulate_pipeline(graph, cluster, job, plan, options)
     if is_sharded(plan):
@@ -88,6 +113,7 @@ def simulate(
         cluster,
         job,
         options.settings,
+        cost=_cost(graph, cluster, job, (batch_per_copy(graph, job, 1),), options),
         reserve_memory=options.reserve_memory,
         priorities=options.priorities,
     )
@@ -118,8 +144,8 @@ def simulate_copies(
         PlanError: no parameter is trained, the batch does not divide, a route is missing, or the
             seconds of the graph were measured at one batch.
     """
-    kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
-    cost = cost_table(graph, job, kinds, (batch_per_copy(graph, job, len(devices)),))
+    batch = batch_per_copy(graph, job, len(devices))
+    cost = _cost(graph, cluster, job, (batch,), options)
     program = copy_program(graph, cluster, devices, cost, buckets)
     problem = Problem.build(
         program.graph,
@@ -154,8 +180,7 @@ def simulate_sharded(
     mesh = plan_meshes(plan)[0]
     parts = mesh.copies * device.samples
     batch = batch_per_copy(graph, job, parts)
-    kinds = tuple(dict.fromkeys(each.kind for each in cluster.devices))
-    cost = cost_table(device.graph, job, kinds, (batch,))
+    cost = _cost(device.graph, cluster, job, (batch,), options, device.base)
     places = [cluster.device_index(name) for name in plan.stages[0].devices]
     sharded = Sharded(mesh, communication_at(device, mesh, batch or 1))
     program = copy_program(device.graph, cluster, places, cost, plan.buckets, sharded)
@@ -190,9 +215,11 @@ def simulate_pipeline(
     Raises:
         PlanError: the stages, the schedule or the batch do not go together.
     """
-    pipeline = build_pipeline(graph, cluster, job, plan)
+    pipeline = build_pipeline(graph, cluster, job, plan, scale=options.scale)
     if options.settings.granularity == "op":
-        program = op_program(graph, cluster, job, pipeline)
+        batches = tuple(dict.fromkeys(tables.batch for tables in pipeline.tables))
+        cost = _cost(graph, cluster, job, batches, options)
+        program = op_program(graph, cluster, job, pipeline, cost=cost)
     else:
         if options.settings.host == "per_rank":
             pipeline = folded(pipeline, cluster)
@@ -211,6 +238,19 @@ def simulate_pipeline(
     if pipeline.schedule.asynchronous:
         return per_minibatch(result, pipeline, cluster)
     return result
+
+
+def _cost(
+    graph: OpGraph,
+    cluster: Cluster,
+    job: Job,
+    batches: Sequence[int | None],
+    options: Options,
+    base: NDArray[np.int32] | None = None,
+) -> CostTable:
+    """Returns the cost of every op, [op of the graph]; `base` names the whole graph's ops."""
+    cost = cost_table(graph, job, kinds_of(cluster), batches)
+    return cost if options.scale is None else scaled_costs(cost, options.scale, base)
 
 
 def per_minibatch(result: Result, pipeline: Pipeline, cluster: Cluster) -> Result:
