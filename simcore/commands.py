@@ -301,7 +301,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     plan = Plan.load(args.plan)
     if args.trace is not None and args.trace.exists() and args.trace.samefile(args.plan):
         raise UsageError(f"--trace {args.trace}: would overwrite the plan")
-    graph, cluster = _plan_graph(args, plan), _plan_cluster(args, plan)
+    graph, cluster = plan_graph(args, plan), plan_cluster(args, plan)
     for text in assumptions(graph, plan.job, [device.kind for device in cluster.devices]):
         note(f"placewright: warning: {text}")
     settings = settings_of(args, plan.settings)
@@ -337,7 +337,7 @@ def _show_plan(record: Row) -> None:
             print(f"  {change['text']}")
 
 
-def _plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:
+def plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:
     """Returns the graph a plan is for; code is run only if the command line names it."""
     from simcore.sources import is_captured, is_file, load_graph
 
@@ -352,7 +352,8 @@ def _plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:
     return load_graph(source, job, trusted=bool(args.graph))[0]
 
 
-def _plan_cluster(args: argparse.Namespace, plan: Plan) -> Cluster:
+def plan_cluster(args: argparse.Namespace, plan: Plan) -> Cluster:
+    """Returns the cluster a plan is for, from where the command line or the plan says."""
     from simcore.cluster import resolve
 
     source = plan.cluster.source

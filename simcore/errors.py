@@ -47,3 +47,11 @@ class CaptureError(PlacewrightError):
 
 class InfeasibleError(PlacewrightError):
     """No plan fits the devices under the given constraints."""
+
+
+class MeasurementError(PlacewrightError):
+    """A file of measurements, or a trace, that is malformed."""
+
+
+class RunError(PlacewrightError):
+    """A plan that cannot be run for real, or a run that failed; names the rank and its action."""

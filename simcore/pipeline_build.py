@@ -156,11 +156,7 @@ def build_pipeline(
     """
     check_semantics(plan, graph)
     stage = stage_of_units(plan, graph)
-    if (graph.op_class == OpClass.COLLECTIVE).any():
-        op = int(np.argmax(graph.op_class == OpClass.COLLECTIVE))
-        raise PlanError(
-            f"{graph.name}: {graph.op_names[op]!r} is a collective; stages are cut from one copy"
-        )
+    _check_alone(graph)
     check_stages(graph, stage)
     device = one_device(graph, plan, stage)
     graph, stage = device.graph, device.stage
@@ -172,32 +168,26 @@ def build_pipeline(
     sizes = [microbatch // (count * device.samples) for count in copies]
     kinds = kinds_of(cluster)
     batches = tuple(dict.fromkeys(sizes))
-    if cost is None:
-        cost = cost_table(graph, job, kinds, batches)
-    if scale is not None:
-        cost = scaled_costs(cost, scale, device.base)
+    cost = cost_table(graph, job, kinds, batches) if cost is None else cost
+    cost = cost if scale is None else scaled_costs(cost, scale, device.base)
     cost = with_collectives(cost, device, plan, cluster, sizes)
     recompute = tuple(each.recompute for each in plan.stages)
     tables: dict[int, StageTables] = {
         size: stage_tables(graph, job, kinds, stage, size, recompute=recompute, cost=cost)
         for size in batches
     }
-    ranks = list(dict.fromkeys(each.devices for each in plan.stages))
+    splits = schedule.splits
     parts = [
-        backward_parts(
-            graph, cost, tables[size], number, plan.buckets, weights_only=schedule.splits
-        )
-        if count > 1
+        backward_parts(graph, cost, tables[size], stage, plan.buckets, weights_only=splits)
+        if copies[stage] > 1
         else ()
-        for number, (size, count) in enumerate(zip(sizes, copies, strict=True))
+        for stage, size in enumerate(sizes)
     ]
+    mesh_of = {each.devices: mesh for each, mesh in zip(plan.stages, meshes, strict=True)}
     return Pipeline(
         schedule=schedule,
-        devices=tuple(tuple(cluster.device_index(name) for name in rank) for rank in ranks),
-        meshes=tuple(
-            meshes[next(n for n, each in enumerate(plan.stages) if each.devices == rank)]
-            for rank in ranks
-        ),
+        devices=tuple(tuple(map(cluster.device_index, rank)) for rank in mesh_of),
+        meshes=tuple(mesh_of.values()),
         tables=tuple(tables[size] for size in sizes),
         parts=tuple(parts),
         ties=find_ties(graph, tables[sizes[0]]),
@@ -206,6 +196,15 @@ def build_pipeline(
         optimizer_sharding=plan.optimizer_sharding,
         buckets=plan.buckets,
     )
+
+
+def _check_alone(graph: OpGraph) -> None:
+    """Refuses a graph of several copies."""
+    if (graph.op_class == OpClass.COLLECTIVE).any():
+        op = int(np.argmax(graph.op_class == OpClass.COLLECTIVE))
+        raise PlanError(
+            f"{graph.name}: {graph.op_names[op]!r} is a collective; stages are cut from one copy"
+        )
 
 
 def find_ties(graph: OpGraph, tables: StageTables) -> tuple[Tie, ...]:

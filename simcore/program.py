@@ -176,6 +176,11 @@ class _Layout:
         held = int(graph.first_output[0]) if graph.num_ops else graph.num_tensors
         self.first_output = held + np.concatenate([[0], np.cumsum(outputs)])
         self.num_held = held
+        self._place_tensors(members, ranks)
+
+    def _place_tensors(self, members: NDArray[np.int64], ranks: NDArray[np.int64]) -> None:
+        """Numbers the tensors, given members of every base op and ranks by axis + 1 and copy."""
+        graph, mesh, held = self.graph, self.mesh, self.num_held
         # [tensor, copy] tensor; parameters and buffers are one tensor for all copies
         self.tensor = np.repeat(np.arange(graph.num_tensors)[:, None], self.copies, axis=1)
         producer = graph.tensor_producer[held:]
@@ -184,7 +189,7 @@ class _Layout:
         self.tensor[held:] = self.first_output[self.op[producer]] + place
         self.reduced: NDArray[np.int64] = self.tensor.copy()  # [tensor, copy] after the sum
         shard, rank = mesh.group(DATA_AXIS), mesh.rank(DATA_AXIS)
-        for bucket, reduces in zip(buckets, self.reduces, strict=True):
+        for bucket, reduces in zip(self.buckets, self.reduces, strict=True):
             places = np.arange(len(bucket))[:, None] * mesh.copies + rank
             self.reduced[bucket] = self.first_output[reduces[shard]] + 1 + places
 

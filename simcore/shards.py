@@ -40,8 +40,8 @@ class OneDevice(NamedTuple):
     """
 
     graph: OpGraph
-    stage: NDArray[np.int32]
-    base: NDArray[np.int32]
+    stage: NDArray[np.int32]  # [unit]
+    base: NDArray[np.int32]  # [op]
     communication: Mapping[int, Communication]
     axes: tuple[str, ...]
     samples: int

@@ -53,13 +53,13 @@ def graph_of(runs: Sequence[Run], name: str, batch: int) -> OpGraph:
     Raises:
         CaptureError: the runs differ in structure, or a size is not affine in the batch.
     """
-    ops = _with_sums_at_owners(runs[0])
-    names = _op_names(ops, runs[0].tape.storages)
+    ops = with_sums_at_owners(runs[0])
+    names = tape_op_names(ops, runs[0].tape.storages)
     _check_structure(runs, names, name)
     return _Emission(runs, ops, names, GraphBuilder(name, batch=batch)).build()
 
 
-def _with_sums_at_owners(run: Run) -> list[TapeOp]:
+def with_sums_at_owners(run: Run) -> list[TapeOp]:
     """Returns the ops; sums of one parameter's gradients join the parameter's first user."""
     ops = list(run.tape.ops)
     writer = {value[:2]: index for index, op in enumerate(ops) for value in op.writes}
@@ -75,7 +75,7 @@ def _with_sums_at_owners(run: Run) -> list[TapeOp]:
     return ops
 
 
-def _op_names(ops: Sequence[TapeOp], storages: Sequence[Storage]) -> list[str]:
+def tape_op_names(ops: Sequence[TapeOp], storages: Sequence[Storage]) -> list[str]:
     """Returns a unique name for each op: module and op; for backward ops, whose backward."""
     taken: dict[str, int] = {}
     names: list[str] = []
