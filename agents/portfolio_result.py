@@ -11,7 +11,7 @@ import msgspec
 from agents.planners.recorder import Recorder
 from simcore.cluster import Cluster
 from simcore.plan import Plan, Predicted
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.result import Result
 
 

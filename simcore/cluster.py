@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.errors import ClusterError, ProfileError
-from simcore.profile import load_link, load_profile, suggestion
+from simcore.profile import suggestion
+from simcore.profile_store import file_names, find_file, load_link, load_profile
 from simcore.routes import Hop, RouteArrays, route_arrays, widest_routes
 from simcore.units import GB, US, GiB
 
-FOLDER = Path(__file__).parent / "clusters"
+LOCAL = "local"  # this machine, as `placewright calibrate collect` found it
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +185,23 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> "Cluster":
-        """Returns a cluster that ships with the program.
+        """Returns a cluster that ships with the program, or one of the user's folder.
 
         Raises:
             ClusterError: no such preset; the message lists them.
         """
         known = presets()
+        if name == LOCAL and name not in known:
+            raise ClusterError(
+                f"cluster {name!r}: this machine was not measured yet; "
+                "run `placewright calibrate collect`"
+            )
         if name not in known:
             raise ClusterError(
                 f"unknown cluster {name!r}{suggestion(name, known)}; presets: {', '.join(known)}"
                 " (or give the path of a .toml file)"
             )
-        return cls.load(FOLDER / f"{name}.toml")
+        return cls.load(find_file("clusters", f"{name}.toml"))
 
     @classmethod
     def load(cls, path: str | Path) -> "Cluster":
@@ -240,8 +246,8 @@ class Cluster:
 
 
 def presets() -> list[str]:
-    """Returns the names of the clusters that ship with the program, sorted."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    """Returns the names of the clusters that ship with the program and the user's, sorted."""
+    return file_names("clusters", ".toml")
 
 
 def resolve(name_or_path: str | Path) -> Cluster:

@@ -1,4 +1,4 @@
-"""Hardware profiles: JSON files with provenance -> rates in SI units; each file is read here only.
+"""Hardware profiles: JSON text with provenance -> rates in SI units.
 
 Rules that the numbers do not say by themselves:
 
@@ -9,18 +9,16 @@ Rules that the numbers do not say by themselves:
 """
 
 import difflib
-import functools
 import math
-from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from simcore.errors import ProfileError
+from simcore.op_forms import OpCurve, parameter_names
 from simcore.signature import CLASS_NAMES
 from simcore.units import GB, TERA, US, GiB, MiB
 
-FOLDER = Path(__file__).parent / "profiles"
 DEFAULT_CLASS = "default"
 DEFAULT_RELATIVE_ERROR = 0.3  # of a rate whose source states none
 _TF32_CLASSES = frozenset({"convolution", "rnn"})  # cuDNN's, where PyTorch allows TF32
@@ -56,6 +54,30 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory: float  # of the memory bandwidth
     compute: dict[str, float] = {}  # dtype -> fraction of its peak
+
+
+class MeasuredOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An op that was measured on the device.
+
+    Attributes:
+        target: what the framework calls it; "" = any op of the class, dtype and sizes.
+        op_class: lower-case name of an `OpClass`.
+        dtype: as in the op's signature.
+        dims: name -> size, as in the signature at the batch it was measured at.
+        traffic: bytes read and written, likewise.
+        seconds: on the device, launch left out.
+        relative_error: spread of the repeats / seconds.
+        factor: of the FLOPs, as in the signature; None = any.
+    """
+
+    target: str
+    op_class: str
+    dtype: str
+    dims: dict[str, int]
+    traffic: int
+    seconds: float
+    relative_error: float
+    factor: float | None = None
 
 
 class SlowDown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +133,10 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         slow_down: what work costs other work; not stated = nothing.
         launch_overhead_us: host time to issue one kernel from eager PyTorch.
         context_MiB: taken once a process uses the device.
+        multiprocessors: number of them (compute units); curves need it.
+        cache_MiB: last-level cache; curves need it.
+        curves: op class -> dtype -> cost curve, see `simcore.op_curves`.
+        measured: ops whose seconds are known, used before any curve.
         tagged_fragmentation: key ``fragmentation``; reserved / allocated - 1 of the allocator.
     """
 
@@ -130,6 +156,10 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     in_engines: Tagged[int] | None = None
     message_overhead_us: Tagged[float] | None = None
     slow_down: Tagged[SlowDown] | None = None
+    multiprocessors: Tagged[int] | None = None
+    cache_MiB: Tagged[float] | None = None
+    curves: dict[str, dict[str, Tagged[OpCurve]]] = {}
+    measured: Tagged[list[MeasuredOp]] | None = None
 
     @property
     def limits(self) -> Limits:
@@ -228,42 +258,6 @@ class LinkProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.latency_us.value * US
 
 
-def device_kinds() -> list[str]:
-    """Returns the device kinds that have a profile, sorted."""
-    return sorted(path.stem for path in (FOLDER / "devices").glob("*.json"))
-
-
-def link_kinds() -> list[str]:
-    """Returns the link kinds that have a profile, sorted."""
-    return sorted(path.stem for path in (FOLDER / "links").glob("*.json"))
-
-
-@functools.cache
-def load_profile(kind: str) -> HardwareProfile:
-    """Returns the profile of a device kind.
-
-    Raises:
-        ProfileError: no such kind (the message lists them), or a malformed file.
-    """
-    if kind not in device_kinds():
-        raise ProfileError(_unknown("device", kind, device_kinds()))
-    path = FOLDER / "devices" / f"{kind}.json"
-    return parse_profile(path.read_bytes(), path.name)
-
-
-@functools.cache
-def load_link(kind: str) -> LinkProfile:
-    """Returns the profile of a link kind.
-
-    Raises:
-        ProfileError: no such kind (the message lists them), or a malformed file.
-    """
-    if kind not in link_kinds():
-        raise ProfileError(_unknown("link", kind, link_kinds()))
-    path = FOLDER / "links" / f"{kind}.json"
-    return parse_link(path.read_bytes(), path.name)
-
-
 def parse_profile(text: bytes, source: str) -> HardwareProfile:
     """Returns a checked device profile from the content of its file.
 
@@ -296,6 +290,9 @@ def parse_profile(text: bytes, source: str) -> HardwareProfile:
     _check("fp32" in peaks, f"{source}: peak_TFLOPS needs fp32, the peak of dtypes without one")
     _check_efficiency(profile, source)
     _check_limits(profile, source)
+    _check_curves(profile, source)
+    for place, op in enumerate(profile.measured.value if profile.measured else ()):
+        _check(0 < op.seconds < math.inf, f"{source}: measured[{place}]: seconds {op.seconds}")
     return profile
 
 
@@ -345,6 +342,25 @@ def _check_efficiency(profile: HardwareProfile, source: str) -> None:
     )
 
 
+def _check_curves(profile: HardwareProfile, source: str) -> None:
+    """Refuses unknown classes, parameters that are missing, and surfaces that do not fit."""
+    units, cache = profile.multiprocessors, profile.cache_MiB
+    known = units is not None and cache is not None and units.value > 0 and cache.value > 0
+    _check(known or not profile.curves, f"{source}: curves need multiprocessors and cache_MiB")
+    for op_class, by_dtype in profile.curves.items():
+        name, _, gradient = op_class.partition(".")
+        good = name in CLASS_NAMES and gradient in ("", "I", "W", "B")
+        _check(good, f"{source}: curves.{op_class}: unknown op class")
+        for dtype, tagged in by_dtype.items():
+            where, curve = f"{source}: curves.{op_class}.{dtype}", tagged.value
+            missing = sorted(parameter_names(curve.form, name) - set(curve.parameters))
+            _check(not missing, f"{where}: no parameter {', '.join(missing)}")
+            for key, value in curve.parameters.items():
+                _check(0 < value < math.inf, f"{where}.{key} must be positive, not {value}")
+            for surface in curve.surfaces:
+                _check(surface.fits(), f"{where}: a surface has wrong knots or values")
+
+
 def _by_class(factors: dict[str, float]) -> tuple[float, ...]:
     default = factors.get(DEFAULT_CLASS, 1.0)
     return tuple(factors.get(name, default) for name in CLASS_NAMES)
@@ -379,7 +395,3 @@ def _check_kind(kind: str, source: str) -> None:
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise ProfileError(message)
-
-
-def _unknown(what: str, kind: str, known: list[str]) -> str:
-    return f"unknown {what} kind {kind!r}{suggestion(kind, known)}; known: {', '.join(known)}"

@@ -1,5 +1,8 @@
 """Options and fixtures of the whole suite."""
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,14 @@ NUM_CASES = 2000
 
 settings.register_profile("placewright", deadline=None, derandomize=True, database=None)
 settings.load_profile("placewright")
+
+# profiles that a developer has collected must not decide what a test sees; subprocesses inherit it
+HOME = tempfile.mkdtemp(prefix="placewright-tests-")
+os.environ["PLACEWRIGHT_HOME"] = HOME
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

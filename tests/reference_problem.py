@@ -9,7 +9,8 @@ from simcore.cost import CostTable
 from simcore.graph import OpClass, OpGraph, Role
 from simcore.job import Job
 from simcore.plan import Settings
-from simcore.profile import Limits, load_profile
+from simcore.profile import Limits
+from simcore.profile_store import load_profile
 
 
 class CollectiveLike(Protocol):

@@ -5,7 +5,8 @@ from simcore.cost import CostSource, assumptions, cost_table
 from simcore.errors import JobError, ProfileError
 from simcore.graph import GraphBuilder, OpClass, OpGraph, Out, Phase
 from simcore.job import Job
-from simcore.profile import load_profile
+from simcore.op_curves import predict
+from simcore.profile_store import load_profile
 from simcore.signature import Signature
 
 V100, A100, T4 = "V100-SXM2-16GB", "A100-SXM4-80GB", "T4-16GB"
@@ -39,20 +40,21 @@ def measured(cpu=float("nan"), measured_on=V100, batch=64):
 def test_a_large_matrix_product_takes_its_flops_at_the_achievable_rate():
     dims = (("m", 0, 512), ("n", 4096, 0), ("k", 4096, 0))
     graph = one_op(OpClass.MATMUL, dims=dims, traffic=(4, 4))
-    assert seconds(graph) == pytest.approx(2 * 4096**3 / (0.8 * 15.7e12))
+    assert seconds(graph, CPU) == pytest.approx(2 * 4096**3 / (0.6 * 2.81e12))  # has no curves
 
 
 def test_a_pointwise_op_takes_its_bytes_at_the_achievable_bandwidth():
     dims = (("elements", 0, 1000),)
     graph = one_op(OpClass.POINTWISE, dims=dims, traffic=(1000, 10**8))
-    assert seconds(graph) == pytest.approx((1000 + 8e8) / (0.85 * 900e9))
+    assert seconds(graph, CPU) == pytest.approx((1000 + 8e8) / (0.6 * 153.6e9))
 
 
 def test_cost_follows_the_batch_through_the_signature_and_not_by_scaling():
     dims = (("m", 0, 4), ("n", 64, 0), ("k", 64, 0))
     graph = one_op(OpClass.MATMUL, dims=dims, traffic=(10**9, 0))
-    table = cost_table(graph, JOB, (V100,), (8, 16))
+    table = cost_table(graph, JOB, (CPU, V100), (8, 16))
     assert table.seconds[0, 0, 0] == table.seconds[0, 0, 1]  # memory-bound by its weights
+    assert 1 <= table.seconds[0, 1, 1] / table.seconds[0, 1, 0] < 1.5  # a curve: nearly so
 
 
 def test_the_dtype_of_the_signature_picks_the_peak():
@@ -77,10 +79,10 @@ def test_compute_classes_are_bound_by_flops_or_traffic_whichever_is_larger(op_cl
     dims = tuple((name, 16, 0) for name in names)
     name = op_class.name.lower()
     flops = Signature(name, "fp32", dims).flops(8)
-    rate = load_profile(V100).flop_rate(name, "fp32")
-    assert seconds(one_op(op_class, dims=dims, traffic=(4, 0))) == pytest.approx(flops / rate)
-    slow = seconds(one_op(op_class, dims=dims, traffic=(9 * 10**9, 0)))
-    assert slow == pytest.approx(9e9 / load_profile(V100).byte_rate(name))
+    rate = load_profile(CPU).flop_rate(name, "fp32")
+    assert seconds(one_op(op_class, dims=dims, traffic=(4, 0)), CPU) == pytest.approx(flops / rate)
+    slow = seconds(one_op(op_class, dims=dims, traffic=(9 * 10**9, 0)), CPU)
+    assert slow == pytest.approx(9e9 / load_profile(CPU).byte_rate(name))
 
 
 def test_an_update_moves_what_the_optimizer_reads_and_writes():
@@ -107,10 +109,26 @@ def test_launch_is_kept_apart_and_counts_kernels():
     assert table.launch.tolist() == [[pytest.approx(3 * 8e-6), pytest.approx(3 * 6e-6)]]
 
 
-def test_roofline_costs_are_tagged_with_source_and_error():
+def test_costs_are_tagged_with_source_and_error():
     table = cost_table(one_op(OpClass.MATMUL, dims=_square()), JOB, (V100, CPU), (8,))
-    assert (table.source == CostSource.ROOFLINE).all()
-    assert ((table.relative_error > 0.1) & (table.relative_error < 0.6)).all()
+    assert table.source[0].tolist() == [CostSource.CURVE, CostSource.ROOFLINE]
+    assert ((table.relative_error > 0.02) & (table.relative_error < 0.6)).all()
+
+
+def test_each_op_of_a_graph_costs_what_it_costs_alone():
+    builder = GraphBuilder("many", batch=8)
+    signatures = [
+        Signature("matmul", "fp32", (("m", 0, 64), ("n", 512, 0), ("k", 256, 0)), 1.0, (9, 9)),
+        Signature("pointwise", "fp32", (("elements", 0, 999),), 1.0, (0, 10**6)),
+    ]
+    for index in (0, 1, 0):
+        name = signatures[index].op_class.upper()
+        builder.op(f"op{builder.num_ops}", op_class=OpClass[name], signature=signatures[index])
+    table = cost_table(builder.build(), JOB, (V100, A100), (4, 8))
+    for kind, device in enumerate((V100, A100)):
+        for variant, batch in enumerate((4, 8)):
+            alone = [predict(load_profile(device), signatures[index], batch) for index in (0, 1, 0)]
+            assert table.seconds[:, kind, variant] == pytest.approx(alone, rel=1e-12)
 
 
 def _square():

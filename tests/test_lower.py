@@ -11,7 +11,7 @@ from simcore.job import Job
 from simcore.kernel import Contention, Host, Order
 from simcore.lower import Problem
 from simcore.plan import Settings
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.signature import Signature
 from simcore.simulation import simulate_batch
 from simcore.units import GiB

@@ -3,13 +3,13 @@ import json
 import msgspec
 import pytest
 
-from simcore import profile
+from simcore import profile, profile_store
 from simcore.errors import ProfileError
 from simcore.signature import CLASS_NAMES
 
 
 def device_record(kind="V100-SXM2-16GB"):
-    return json.loads((profile.FOLDER / "devices" / f"{kind}.json").read_text())
+    return json.loads((profile_store.SHIPPED / "devices" / f"{kind}.json").read_text())
 
 
 def parse(record):
@@ -25,9 +25,9 @@ def tags(value):
             yield from tags(child)
 
 
-@pytest.mark.parametrize("kind", profile.device_kinds())
+@pytest.mark.parametrize("kind", profile_store.device_kinds())
 def test_every_shipped_device_profile_loads_and_gives_positive_rates(kind):
-    loaded = profile.load_profile(kind)
+    loaded = profile_store.load_profile(kind)
     assert loaded.kind == kind
     for op_class in CLASS_NAMES:
         assert loaded.byte_rate(op_class) > 0
@@ -39,17 +39,18 @@ def test_every_shipped_device_profile_loads_and_gives_positive_rates(kind):
             )
 
 
-@pytest.mark.parametrize("kind", profile.link_kinds())
+@pytest.mark.parametrize("kind", profile_store.link_kinds())
 def test_every_shipped_link_profile_loads(kind):
-    loaded = profile.load_link(kind)
+    loaded = profile_store.load_link(kind)
     assert loaded.bandwidth > 1e9
     assert 0 < loaded.latency < 1e-4
 
 
 def test_every_number_has_a_tag_a_source_and_a_date():
-    for path in profile.FOLDER.glob("*/*.json"):
+    paths = [p for part in ("devices", "links") for p in (profile_store.SHIPPED / part).glob("*")]
+    for path in paths:
         record = json.loads(path.read_text())
-        plain = {"format", "kind", "description", "is_cpu", "synchronous", "efficiency"}
+        plain = {"format", "kind", "description", "is_cpu", "synchronous", "efficiency", "curves"}
         for key in set(record) - plain:
             assert set(record[key]) >= {"value", "tag", "source", "date"}, (path.name, key)
         for tagged in tags(record):
@@ -58,7 +59,7 @@ def test_every_number_has_a_tag_a_source_and_a_date():
 
 
 def test_file_units_become_si_units():
-    v100 = profile.load_profile("V100-SXM2-16GB")
+    v100 = profile_store.load_profile("V100-SXM2-16GB")
     assert v100.peak("fp32") == 15.7e12
     assert v100.memory_bandwidth == 900e9
     assert v100.memory == round(15.77 * 2**30)
@@ -68,13 +69,13 @@ def test_file_units_become_si_units():
 
 
 def test_a_dtype_that_the_device_lacks_runs_at_the_fp32_rate():
-    v100 = profile.load_profile("V100-SXM2-16GB")
+    v100 = profile_store.load_profile("V100-SXM2-16GB")
     assert v100.peak("bf16") == v100.peak("fp32")
     assert v100.flop_rate("matmul", "bf16") == v100.flop_rate("matmul", "fp32")
 
 
 def test_fp32_uses_tf32_in_convolutions_but_not_in_matrix_products():
-    a100 = profile.load_profile("A100-SXM4-80GB")
+    a100 = profile_store.load_profile("A100-SXM4-80GB")
     assert a100.arithmetic("convolution", "fp32") == "tf32"
     assert a100.arithmetic("matmul", "fp32") == "fp32"
     assert a100.flop_rate("matmul", "fp32") == pytest.approx(0.78 * 19.5e12)
@@ -87,15 +88,15 @@ def test_a_class_without_an_entry_takes_the_default_efficiency():
 
 
 def test_only_cpus_are_synchronous_hosts():
-    loaded = [profile.load_profile(kind) for kind in profile.device_kinds()]
+    loaded = [profile_store.load_profile(kind) for kind in profile_store.device_kinds()]
     assert all(p.is_cpu == p.synchronous == p.kind.startswith("CPU") for p in loaded)
 
 
 def test_an_unknown_kind_is_refused_with_a_suggestion_and_the_list():
     with pytest.raises(ProfileError, match=r"v100-sxm2-16.*did you mean.*known:.*T4-16GB"):
-        profile.load_profile("v100-sxm2-16")
+        profile_store.load_profile("v100-sxm2-16")
     with pytest.raises(ProfileError, match=r"unknown link kind.*NVLink2-1"):
-        profile.load_link("NVLink")
+        profile_store.load_link("NVLink")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_a_number_that_cannot_be_is_refused(path, value, message):
 
 
 def test_a_malformed_link_profile_is_refused_with_file_and_key():
-    record = json.loads((profile.FOLDER / "links" / "QPI.json").read_text())
+    record = json.loads((profile_store.SHIPPED / "links" / "QPI.json").read_text())
     record["bandwidth_GBps"]["value"] = -9.0
     with pytest.raises(ProfileError, match=r"QPI.json: bandwidth_GBps must be positive"):
         profile.parse_link(json.dumps(record).encode(), "QPI.json")
@@ -147,5 +148,5 @@ def test_a_malformed_link_profile_is_refused_with_file_and_key():
 
 
 def test_a_profile_survives_a_round_trip_through_json():
-    loaded = profile.load_profile("T4-16GB")
+    loaded = profile_store.load_profile("T4-16GB")
     assert profile.parse_profile(msgspec.json.encode(loaded), "T4-16GB.json") == loaded

@@ -14,7 +14,7 @@ from agents.planners.recorder import Budget, Recorder, Scores
 from simcore.errors import PlanError
 from simcore.graph import OpClass, OpGraph, Phase, Sized
 from simcore.lower import Problem
-from simcore.profile import load_profile
+from simcore.profile_store import load_profile
 from simcore.simulation import simulate_batch
 from simcore.units import format_bytes
 

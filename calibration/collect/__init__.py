@@ -1,0 +1,1 @@
+"""Measurements of this machine -> records, and from them the profiles of the cluster ``local``."""
