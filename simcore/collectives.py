@@ -28,10 +28,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from simcore.cluster import Cluster
-from simcore.curves import Curve, CurveKey, shipped_curves
+from simcore.cluster import Cluster, Link
+from simcore.curves import Curve, CurveKey, CurveTable, shipped_curves
 from simcore.errors import PlanError
 from simcore.profile import suggestion
+from simcore.profile_store import link_kinds
 from simcore.rings import CACHED_GROUPS, Ring, Routes, by_node, find_rings, routes_of
 from simcore.trees import find_double_tree
 from simcore.units import GB
@@ -126,9 +127,9 @@ def make_collective(
     names = _usable(kind, algorithm, cluster, group)
     if len(group) < 2 or num_bytes == 0:
         return _nothing(kind, names[0], group, num_bytes)
-    given = shipped_curves() if curves is None else curves
+    given = shipped_curves() if curves is None else CurveTable(curves)
     label = topology(cluster, group) if given else ""
-    known = {name: given.get(CurveKey(kind, name, len(group), label)) for name in (*names, AUTO)}
+    known = {name: given.find(CurveKey(kind, name, len(group), label)) for name in (*names, AUTO)}
     options = [_closed_form(kind, name, num_bytes, cluster, group) for name in names]
     chosen = known[AUTO] if algorithm == AUTO else None
     if chosen is not None:
@@ -142,7 +143,8 @@ def topology(cluster: Cluster, members: Sequence[int]) -> str:
     """Returns what a group looks like to a curve: ``1 node, V100-SXM2-16GB, NVLink2-1+NVLink2-2``.
 
     That is the number of nodes, the kinds of the devices, and the kinds of the links that the
-    group's rings go over; a link without a kind is its bandwidth.
+    group's rings go over; a link without a kind, or with other numbers than its kind has, is its
+    bandwidth.
 
     Args:
         cluster: the cluster.
@@ -158,9 +160,14 @@ def _topology(cluster: Cluster, members: tuple[int, ...]) -> str:
     crossed = np.unique(routes.crossed(np.concatenate(hops))[1])
     links = [cluster.links[channel // 2] for channel in crossed]
     kinds = {cluster.devices[member].kind for member in members}
-    names = {link.kind or f"{link.bandwidth / GB:g}GBps" for link in links}
+    names = {_link_name(link) for link in links}
     nodes = len(by_node(cluster, members))
     return f"{nodes} node{'s' * (nodes > 1)}, {'+'.join(sorted(kinds))}, {'+'.join(sorted(names))}"
+
+
+def _link_name(link: Link) -> str:
+    changed = link.kind in link_kinds() and link != Link.of_kind(link.a, link.b, link.kind)
+    return f"{link.bandwidth / GB:g}GBps" if changed or not link.kind else link.kind
 
 
 def _quickest(options: Sequence[Collective]) -> Collective:

@@ -2,22 +2,31 @@
 
 A curve holds for one kind, one algorithm (``auto`` where a library chose), one number of members
 and one topology (see `simcore.collectives.topology`). Times are those of the whole collective on an
-idle network, its latency included.
+idle network, its latency included. A file has one curve, or all those of one machine.
+
+Between two group sizes with a curve there is one for every other, `between`: at the same bytes on
+the wire (n - 1) / n S, log time is a straight line over log n. Beyond them there is none.
 """
 
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from simcore.errors import ProfileError
-from simcore.profile import FOLDER, Tagged
+from simcore.profile import Tagged
+from simcore.profile_store import folders
 from simcore.units import US
+
+Kind: TypeAlias = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv"
+]
+Algorithm: TypeAlias = Literal["auto", "ring", "tree", "hierarchical", "pairwise"]
 
 
 class CurveKey(NamedTuple):
@@ -74,18 +83,27 @@ class Curve:
         return float(np.exp(log_time))
 
 
-class CurvePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time of one size."""
+class CurvePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The time of one size, with its standard error over the time where there is one."""
 
     bytes: int
     time_us: float
+    relative_error: float | None = None
 
 
-class CurveFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CurveFile(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="format",
+    tag="placewright-collective-curve/1",
+):
     """One curve as its file has it.
 
     Attributes:
-        kind: as in `simcore.collectives.ALGORITHMS`.
+        kind: as in `simcore.collectives.ALGORITHMS`; ``send_recv`` is between two, and for
+            checks of links only.
         algorithm: the same, or ``auto``.
         num_members: devices that take part.
         topology: as `simcore.collectives.topology` writes it.
@@ -93,13 +111,49 @@ class CurveFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         points: with provenance, ascending in bytes.
     """
 
-    format: Literal["placewright-collective-curve/1"]
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]
-    algorithm: Literal["auto", "ring", "tree", "hierarchical", "pairwise"]
+    kind: Kind
+    algorithm: Algorithm
     num_members: int
     topology: str
     description: str
     points: Tagged[list[CurvePoint]]
+
+
+class MachineCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One curve of a machine; fields as in `CurveFile`.
+
+    Attributes:
+        also: topologies that are taken to be as fast: the same without the machine's name, or of a
+            device of the same family.
+    """
+
+    kind: Kind
+    num_members: int
+    points: Tagged[list[CurvePoint]]
+    algorithm: Algorithm = "auto"
+    also: list[str] = []
+
+
+class MachineFile(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="format",
+    tag="placewright-collective-curves/1",
+):
+    """The curves of one machine as its file has them.
+
+    Attributes:
+        topology: as `simcore.collectives.topology` writes it; behind a semicolon the machine, where
+            another of this kind was faster or slower.
+        description: for a person.
+        curves: one for each kind, algorithm and number of members.
+    """
+
+    topology: str
+    description: str
+    curves: list[MachineCurve]
 
 
 def parse_curve(text: bytes, source: str) -> tuple[CurveKey, Curve]:
@@ -110,20 +164,41 @@ def parse_curve(text: bytes, source: str) -> tuple[CurveKey, Curve]:
         source: file name, for messages.
 
     Raises:
-        ProfileError: naming the file, the key and the reason.
+        ProfileError: naming the file, the key and the reason; more curves than one.
     """
+    (found,) = parse_curves(text, source).items()
+    return found
+
+
+def parse_curves(text: bytes, source: str) -> dict[CurveKey, Curve]:
+    """Returns the checked curves of a file of either format, as `parse_curve` does."""
     try:
-        record = msgspec.json.decode(text, type=CurveFile)
-        points = record.points.value
-        curve = Curve(
-            np.array([point.bytes for point in points], np.float64),
-            np.array([point.time_us * US for point in points], np.float64),
-        )
+        record = msgspec.json.decode(text, type=CurveFile | MachineFile)
+        if isinstance(record, CurveFile):
+            return {_key(record, record.topology): _curve(record.points.value)}
+        curves = {}
+        for entry in record.curves:
+            curve = _curve(entry.points.value)
+            for name in (record.topology, *entry.also):
+                if (key := _key(entry, name)) in curves:
+                    raise ValueError(f"curves: two for {' '.join(map(str, key))}")
+                curves[key] = curve
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
         raise ProfileError(f"{source}: {error}") from None
+    return curves
+
+
+def _key(record: CurveFile | MachineCurve, name: str) -> CurveKey:
     if record.num_members < 2:
-        raise ProfileError(f"{source}: num_members must be at least 2, not {record.num_members}")
-    return CurveKey(record.kind, record.algorithm, record.num_members, record.topology), curve
+        raise ValueError(f"num_members must be at least 2, not {record.num_members}")
+    return CurveKey(record.kind, record.algorithm, record.num_members, name)
+
+
+def _curve(points: list[CurvePoint]) -> Curve:
+    return Curve(
+        np.array([point.bytes for point in points], np.float64),
+        np.array([point.time_us * US for point in points], np.float64),
+    )
 
 
 def load_curves(folder: Path) -> dict[CurveKey, Curve]:
@@ -134,16 +209,77 @@ def load_curves(folder: Path) -> dict[CurveKey, Curve]:
     """
     curves: dict[CurveKey, Curve] = {}
     for path in sorted(folder.glob("*.json")):
-        key, curve = parse_curve(path.read_bytes(), path.name)
-        if key in curves:
+        found = parse_curves(path.read_bytes(), path.name)
+        for key in found.keys() & curves.keys():
             raise ProfileError(
                 f"{path.name}: another file has a curve for {' '.join(map(str, key))}"
             )
-        curves[key] = curve
+        curves |= found
     return curves
 
 
-@functools.cache
-def shipped_curves() -> Mapping[CurveKey, Curve]:
-    """Returns the curves that ship with the program."""
-    return load_curves(FOLDER / "collectives")
+class CurveTable(dict[CurveKey, Curve]):
+    """Curves by what they hold for."""
+
+    def __init__(self, curves: Mapping[CurveKey, Curve]) -> None:
+        super().__init__(curves)
+        self._found: dict[CurveKey, Curve | None] = {}
+        self._sizes: dict[CurveKey, list[int]] = {}
+        for key in sorted(curves):
+            self._sizes.setdefault(key._replace(num_members=0), []).append(key.num_members)
+
+    def find(self, key: CurveKey) -> Curve | None:
+        """Returns a group's curve, made of those of a smaller and a larger one if need be."""
+        if key not in self._found:
+            self._found[key] = self[key] if key in self else self._between(key)
+        return self._found[key]
+
+    def _between(self, key: CurveKey) -> Curve | None:
+        sizes = self._sizes.get(key._replace(num_members=0), [])
+        smaller = [size for size in sizes if size < key.num_members]
+        larger = [size for size in sizes if size > key.num_members]
+        if not smaller or not larger:
+            return None
+        ends = (smaller[-1], larger[0])
+        curves = {size: self[key._replace(num_members=size)] for size in ends}
+        return between(curves, key.num_members)
+
+
+def between(curves: Mapping[int, Curve], num_members: int) -> Curve:
+    """Returns the curve of a group size from those of two others: see the top of this file.
+
+    Args:
+        curves: members -> curve, two of them.
+        num_members: of the group; outside the two the line goes on.
+    """
+    low, high = sorted(curves)
+    weight = np.log(num_members / low) / np.log(high / low)
+    share = {size: (size - 1) / size for size in (low, high, num_members)}
+    sizes = np.unique(
+        [
+            size * share[members] / share[num_members]
+            for members, curve in curves.items()
+            for size in curve.num_bytes
+        ]
+    )
+    logs = [
+        np.log([curves[end].time(size * share[num_members] / share[end]) for size in sizes])
+        for end in (low, high)
+    ]
+    seconds = np.exp((1 - weight) * logs[0] + weight * logs[1])
+    return Curve(sizes, np.maximum.accumulate(seconds))
+
+
+def shipped_curves() -> CurveTable:
+    """Returns the curves that ship with the program and the user's own, which hide shipped ones."""
+    mine, shipped = folders("curves")
+    try:
+        stamp = mine.stat().st_mtime_ns
+    except OSError:
+        stamp = 0
+    return _merged(mine, shipped, stamp)
+
+
+@functools.lru_cache(maxsize=8)
+def _merged(mine: Path, shipped: Path, _stamp: int) -> CurveTable:
+    return CurveTable(load_curves(shipped) | load_curves(mine))

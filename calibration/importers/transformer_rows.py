@@ -1,0 +1,160 @@
+"""Aceso's operators of a transformer layer: one row -> records, in closed form of the model.
+
+Rows are of one process of a tensor-parallel group, and hold the collectives that such an op needs:
+a column-parallel product sums its input's gradient in the backward, a row-parallel one its output
+in the forward (Megatron-LM). Those phases are no measurement of an op. ``qkv`` is row-parallel
+under ``tp_algo`` 1; the other products are as under 0, which the equal times of both show.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from calibration.importers.source import (
+    DTYPE_BYTES,
+    Imported,
+    batched_fields,
+    elements_fields,
+    matmul_fields,
+)
+
+SUMMED = "contains a collective over the tensor-parallel group"
+MIXED = "several ops in one row (logits and loss)"
+GRADIENT = "the backward of the embedding or the last norm holds work of other ops"
+
+
+class Layer(NamedTuple):
+    """What a row is of."""
+
+    batch: int
+    length: int
+    hidden: int
+    heads: int
+    shards: int
+    dtype: str
+    row_first: bool = False
+    product_dtype: str = ""  # of the products' arithmetic, where it is another
+    input_gradient_only: bool = False  # in the backward of products with weights
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.batch * self.length
+
+    @property
+    def products(self) -> int:
+        """Products of one head each, of one shard."""
+        return self.batch * self.heads // self.shards
+
+
+Phase = tuple[str, dict[str, Any] | str]  # phase; fields, or why there are none
+
+
+def records(layer: Layer, op_name: str) -> tuple[Phase, Phase] | None:
+    """Returns forward and backward of an op, None where the op is not known."""
+    make = _OPS.get(op_name.removeprefix("enc-"))
+    return None if make is None else make(layer)
+
+
+def _product(layer: Layer, n: int, k: int, *, column: bool) -> tuple[Phase, Phase]:
+    shards = layer.shards
+    n, k = (n // shards, k) if column else (n, k // shards)
+    phases: list[Phase] = []
+    backward = ("I", 1.0) if layer.input_gradient_only else ("B", 2.0)
+    for phase, factor in (("F", 1.0), backward):
+        summed = shards > 1 and (phase != "F") == column
+        fields = matmul_fields(layer.tokens, n, k, layer.product_dtype or layer.dtype, factor)
+        phases.append((phase, SUMMED if summed else fields))
+    return phases[0], phases[1]
+
+
+def _attention_product(layer: Layer, n: int, k: int) -> tuple[Phase, Phase]:
+    dtype = layer.product_dtype or layer.dtype
+    forward, backward = (
+        batched_fields(layer.products, layer.length, n, k, dtype, factor=factor)
+        for factor in (1.0, 2.0)
+    )
+    return ("F", forward), ("B", backward)
+
+
+def _passes(
+    op_class: str, forward: float, backward: float, size: Callable[[Layer], tuple[int, int]]
+) -> Callable[[Layer], tuple[Phase, Phase]]:
+    """Returns the maker of an op that goes so many times over rows x columns."""
+
+    def make(layer: Layer) -> tuple[Phase, Phase]:
+        rows, cols = size(layer)
+        return (
+            ("F", elements_fields(op_class, layer.dtype, forward, rows, cols)),
+            ("B", elements_fields(op_class, layer.dtype, backward, rows, cols)),
+        )
+
+    return make
+
+
+def _masked(forward: float, backward: float, size: Callable[[Layer], tuple[int, int]]) -> Any:
+    """As `_passes`, of a dropout: its mask takes one byte an element."""
+
+    def make(layer: Layer) -> tuple[Phase, Phase]:
+        mask = 1 / DTYPE_BYTES[layer.dtype]
+        return _passes("pointwise", forward + mask, backward + mask, size)(layer)
+
+    return make
+
+
+def _scores(layer: Layer) -> tuple[int, int]:
+    return layer.products * layer.length, layer.length
+
+
+def _states(layer: Layer) -> tuple[int, int]:
+    return layer.tokens, layer.hidden
+
+
+def _inner(layer: Layer) -> tuple[int, int]:
+    return layer.tokens, 4 * layer.hidden // layer.shards
+
+
+def _embedding(layer: Layer) -> tuple[Phase, Phase]:
+    fields = elements_fields("embedding", layer.dtype, 2.0, *_states(layer))
+    return ("F", SUMMED if layer.shards > 1 else fields), ("B", GRADIENT)
+
+
+def _last_norm(layer: Layer) -> tuple[Phase, Phase]:
+    return _NORM(layer)[0], ("B", GRADIENT)
+
+
+_NORM = _passes("normalisation", 2.0, 3.0, _states)
+_OPS: dict[str, Callable[[Layer], tuple[Phase, Phase]]] = {
+    "attention-qkv": lambda s: _product(s, 3 * s.hidden, s.hidden, column=not s.row_first),
+    "attention-dense": lambda s: _product(s, s.hidden, s.hidden, column=False),
+    "MLP-GEMM-1": lambda s: _product(s, 4 * s.hidden, s.hidden, column=True),
+    "MLP-GEMM-2": lambda s: _product(s, s.hidden, 4 * s.hidden, column=False),
+    "attention-score": lambda s: _attention_product(s, s.length, s.hidden // s.heads),
+    "attention-context": lambda s: _attention_product(s, s.hidden // s.heads, s.length),
+    # Megatron's causal kernel reads the half below the diagonal: more than the memory's bandwidth
+    # would follow otherwise
+    "attention-softmax": _passes("softmax", 1.5, 2.0, _scores),
+    "attention-dropout": _masked(2.0, 2.0, _scores),
+    "MLP-gelu": _passes("pointwise", 2.0, 3.0, _inner),
+    "post-attention-dropout": _masked(3.0, 2.0, _states),  # and the sum with the residual
+    "post-MLP-dropout": _masked(3.0, 2.0, _states),
+    "1st-layernorm": _NORM,
+    "2nd-layernorm": _NORM,
+    "final-layernorm": _last_norm,
+    "encoder-embedding": _embedding,
+    "gpt-post-process": lambda _: (("F", MIXED), ("B", MIXED)),
+}
+
+
+def add_rows(
+    result: Imported, layer: Layer, op_name: str, seconds: Iterator[float], common: dict[str, Any]
+) -> None:
+    """Adds the records of one row; ``seconds`` gives the forward's, then the backward's."""
+    phases = records(layer, op_name)
+    if phases is None:
+        result.skip(f"unknown op {op_name}", 2)
+        return
+    for (phase, fields), time in zip(phases, seconds, strict=True):
+        if isinstance(fields, str):
+            result.skip(fields)
+        else:
+            result.add(**common, **fields, phase=phase, target=op_name, seconds=time)
