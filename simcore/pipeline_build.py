@@ -160,14 +160,12 @@ def build_pipeline(
     check_stages(graph, stage)
     device = one_device(graph, plan, stage)
     graph, stage = device.graph, device.stage
-    edges = stage_edges(graph, stage)
-    schedule = plan_schedule(plan, edges)
+    schedule = plan_schedule(plan, stage_edges(graph, stage))
     meshes = plan_meshes(plan)
     copies = [mesh.copies for mesh in meshes]
     microbatch = split_batch(job, plan, schedule.asynchronous, device.samples)
     sizes = [microbatch // (count * device.samples) for count in copies]
-    kinds = kinds_of(cluster)
-    batches = tuple(dict.fromkeys(sizes))
+    kinds, batches = kinds_of(cluster), tuple(dict.fromkeys(sizes))
     cost = cost_table(graph, job, kinds, batches) if cost is None else cost
     cost = cost if scale is None else scaled_costs(cost, scale, device.base)
     cost = with_collectives(cost, device, plan, cluster, sizes)

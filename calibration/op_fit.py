@@ -1,0 +1,372 @@
+"""Op curves of all device kinds from measurement records, with errors on rows held out.
+
+`fit_profiles(records, profiles)` takes records of any kinds (see `calibration.records`; those that
+are no op of a class with curves are ignored) and returns, for every GPU kind of ``profiles``, the
+``curves`` section of its file. `write_curves` puts it there. A curve is, first that applies:
+
+- fitted to the kind's own rows, unless the class predicts kinds it has not seen better than these
+  rows predict each other (rows whose seconds hold more than the op);
+- borrowed from a kind of the same chip, or from the other 16-bit type of the same kind;
+- borrowed from the class: parameters fitted to all kinds at once, scaled by the kind's peaks. Its
+  error is that of kinds left out of that fit.
+
+Splits: shape groups (GEMM by N and K, convolutions by filter, attention by heads, others by rows
+and columns), never rows; and the largest decile of FLOPs for extrapolation.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from calibration.importers import IMPORTERS
+from calibration.op_data import CURVED, LAST_RESORT, Key, samples_of
+from calibration.op_models import Samples, fit_curve, pooled, predict
+from calibration.records import Record
+from simcore.atomic import write_whole
+from simcore.op_curves import CURVE_ERROR
+from simcore.op_forms import Floats, HeldOut, OpCurve
+from simcore.profile import HardwareProfile, Tagged, parse_profile
+from simcore.profile_store import SHIPPED
+
+DATE = "2026-11"
+LEAST_ROWS = 8  # of a fit
+_FOLDS = 5
+_ONE_FOLD_FROM = 1500  # rows, from which one fold tells enough
+_LEAST_ERROR = 0.03  # of a fitted curve
+_SOURCES = ("aceso_v100", "aiconfigurator", "deepbench", "neusight", "sailor", "vidur")
+_CHIPS = (
+    ("V100-SXM2-16GB", "V100-SXM2-32GB", "V100-PCIe-32GB", "V100-PCIe-16GB"),
+    ("A100-SXM4-80GB", "A100-SXM4-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"),
+    ("H100-SXM5-80GB", "GH200-96GB", "H200-SXM-141GB", "H100-NVL-94GB", "H100-PCIE-80GB"),
+    ("RTX-2080Ti-11GB", "Titan-RTX-24GB", "RTX-2080-8GB", "T4-16GB"),
+    ("M40-12GB", "TitanX-12GB"),
+    ("MI210-64GB", "MI250-64GB"),
+    ("B200-SXM-180GB", "GB200-186GB"),
+)
+_NO_TENSOR_CORES = ("K80", "M40", "P100", "P4", "TitanX")
+_TWINS = {"fp16": ("bf16",), "bf16": ("fp16",), "tf32": ("fp16", "bf16"), "fp8": ("bf16", "fp16")}
+# What a dimension that is no multiple of 8 costs a 16-bit product: on Volta and Turing it leaves
+# the tensor cores (a third or more, as users saw who padded a vocabulary), later ones lose less.
+_MISALIGNED_OLD, _MISALIGNED_NEW, _MISALIGNED_NONE = 0.5, 0.15, 0.01
+_FIRST_TENSOR_CORES = ("V100", "T4", "RTX-2080", "Titan-RTX")
+
+Curves = dict[str, dict[str, Tagged[OpCurve]]]
+
+
+class ClassCurve(NamedTuple):
+    """What all kinds together say of an op class and dtype."""
+
+    curve: OpCurve
+    kinds: tuple[str, ...]
+    left_out: HeldOut | None  # None where one chip has rows
+    typical: float  # median over the kinds left out of their median errors
+
+
+def fit_profiles(
+    records: Iterable[Record], profiles: Mapping[str, HardwareProfile], jobs: int = 1
+) -> dict[str, Curves]:
+    """Returns the curves of every GPU kind: see the top of this file.
+
+    Args:
+        records: measurements.
+        profiles: device kind -> profile.
+        jobs: processes; the result does not depend on it.
+    """
+    usable = {
+        kind: profile
+        for kind, profile in profiles.items()
+        if profile.multiprocessors is not None and profile.cache_MiB is not None
+    }
+    by_class: dict[str, list[Record]] = {}
+    for record in records:
+        if record.kind == "op" and record.op_class in CURVED:
+            by_class.setdefault(record.op_class, []).append(record)
+    largest_first = sorted(by_class.values(), key=len, reverse=True)
+    work = functools.partial(_fit_class, profiles=usable)
+    if jobs == 1:
+        found = [work(group) for group in largest_first]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(work, largest_first))
+    merged: dict[str, Curves] = {kind: {} for kind in usable}
+    for part in found:
+        for kind, curves in part.items():
+            merged[kind] |= curves
+    return {kind: dict(sorted(curves.items())) for kind, curves in merged.items()}
+
+
+def _fit_class(records: list[Record], profiles: Mapping[str, HardwareProfile]) -> dict[str, Curves]:
+    """Returns the curves of one op class."""
+    samples = samples_of(records, profiles)
+    sources = _sources(records)
+    classes = _class_curves(
+        {key: found for key, found in samples.items() if sources[key.kind] not in LAST_RESORT}
+    )
+    fitted: dict[str, Curves] = {kind: {} for kind in profiles}
+    for key in sorted(samples):
+        sys.stderr.write(f"{key.kind} {key.op_class} {key.dtype}: {len(samples[key])} rows\n")
+        found = _fitted(key, samples, classes, sources)
+        if found is not None:
+            fitted[key.kind].setdefault(key.op_class, {})[key.dtype] = found
+    return {kind: _borrowed(kind, profiles[kind], fitted, classes) for kind in profiles}
+
+
+def held_out(samples: Samples, start: OpCurve | None) -> dict[str, HeldOut]:
+    """Returns errors on shape groups, and on the largest sizes, that a fit did not see.
+
+    Args:
+        samples: of a device.
+        start: as of the fit.
+    """
+    large = samples.flops >= np.quantile(samples.flops, 0.9)
+    parts = []
+    for fold in range(1 if len(samples) > _ONE_FOLD_FROM else _FOLDS):
+        out = (samples.group // 7) % _FOLDS == fold
+        test, train = out & ~large, ~out & ~large
+        if test.any() and train.sum() >= LEAST_ROWS:
+            parts.append(_compare(fit_curve(samples.take(train), start), samples.take(test)))
+    found = {}
+    if parts:
+        found["interpolation"] = _errors(np.concatenate(parts))
+    if large.any() and (~large).sum() >= LEAST_ROWS:
+        curve = fit_curve(samples.take(~large), start)
+        found["extrapolation"] = _errors(_compare(curve, samples.take(large)))
+    return found
+
+
+def write_curves(curves: Mapping[str, Curves], folder: Path) -> None:
+    """Writes the curves into the profiles of a folder; the rest of each file stays.
+
+    Raises:
+        ProfileError: a file that is no profile, or would be none any more.
+    """
+    for kind, found in curves.items():
+        path = folder / f"{kind}.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["curves"] = _rounded(msgspec.to_builtins(found))
+        text = _layout(content).encode()
+        parse_profile(text, path.name)
+        write_whole(path, text)
+
+
+def _class_curves(samples: Mapping[Key, Samples]) -> dict[tuple[str, str], ClassCurve]:
+    """Returns the curve of every op class and kind of arithmetic over all device kinds."""
+    members: dict[tuple[str, str], list[Samples]] = {}
+    for key, found in sorted(samples.items()):
+        if len(found) >= LEAST_ROWS and not _odd_one(key):
+            members.setdefault((key.op_class, _family(key.dtype)), []).append(found)
+    return {key: _class_curve(parts) for key, parts in members.items()}
+
+
+def _class_curve(parts: list[Samples]) -> ClassCurve:
+    curve = fit_curve(pooled(parts), surfaces=False)
+    ratios = []
+    chips = [_chip(part.kinds[0]) for part in parts]
+    for part, chip in zip(parts, chips, strict=True):
+        others = [p for p, c in zip(parts, chips, strict=True) if c != chip]
+        if others:
+            ratios.append(_compare(fit_curve(pooled(others), surfaces=False), part))
+    kinds = tuple(sorted({kind for part in parts for kind in part.kinds}))
+    left_out = _errors(np.concatenate(ratios)) if ratios else None
+    medians = [float(np.median(np.abs(signed))) for signed in ratios]
+    typical = float(np.median(medians)) if medians else np.inf  # a large table has one vote
+    return ClassCurve(curve, kinds, left_out, typical)
+
+
+def _fitted(
+    key: Key,
+    samples: Mapping[Key, Samples],
+    classes: Mapping[tuple[str, str], ClassCurve],
+    sources: Mapping[str, str],
+) -> Tagged[OpCurve] | None:
+    """Returns the curve of a kind from its own rows; None where they are too few."""
+    mine = samples[key]
+    if len(mine) < LEAST_ROWS:
+        return None
+    found = classes.get((key.op_class, _family(key.dtype)))
+    start = None if found is None else found.curve
+    curve = fit_curve(mine, start)
+    errors = held_out(mine, start)
+    if found is not None and found.left_out is not None:
+        errors["device left out"] = found.left_out
+    inside = errors.get("interpolation")
+    if _class_is_better(inside, found):
+        return None
+    error = CURVE_ERROR if inside is None else max(_LEAST_ERROR, inside.p90 / 1.645)
+    return Tagged(
+        value=_aligned(msgspec.structs.replace(curve, held_out=errors), key.kind),
+        tag="fitted",
+        source=f"public measurements: {sources[key.kind]}",
+        date=DATE,
+        relative_error=min(error, 1.0),
+        num_samples=len(mine),
+    )
+
+
+def _class_is_better(inside: HeldOut | None, found: ClassCurve | None) -> bool:
+    """Whether the class predicts kinds it did not see better than a kind's rows do each other."""
+    return inside is not None and found is not None and inside.median > found.typical
+
+
+def _borrowed(
+    kind: str,
+    profile: HardwareProfile,
+    fitted: Mapping[str, Curves],
+    classes: Mapping[tuple[str, str], ClassCurve],
+) -> Curves:
+    """Returns the curves of a kind, the missing ones from its chip, its twin dtype or the class."""
+    result: Curves = {}
+    for op_class in sorted({name for name, _ in classes}):
+        own = dict(fitted[kind].get(op_class, {}))
+        for dtype in profile.peak_TFLOPS.value:
+            if dtype in own:
+                continue
+            found = _lent(Key(op_class, dtype, kind), fitted, classes)
+            if found is not None:
+                own[dtype] = found
+        if own and next(iter(own.values())).value.form == "bandwidth":
+            own = _without_repeats(own)
+        if own:
+            result[op_class] = own
+    return result
+
+
+def _without_repeats(curves: dict[str, Tagged[OpCurve]]) -> dict[str, Tagged[OpCurve]]:
+    """Returns the fitted ones, else one: bytes take the same time in any dtype."""
+    fitted = {dtype: curve for dtype, curve in curves.items() if curve.tag == "fitted"}
+    return fitted or dict(list(curves.items())[:1])
+
+
+def _lent(
+    key: Key, fitted: Mapping[str, Curves], classes: Mapping[tuple[str, str], ClassCurve]
+) -> Tagged[OpCurve] | None:
+    chip = [kind for kind in _chip(key.kind) if kind != key.kind and kind in fitted]
+    donors = [(key.kind, twin) for twin in _TWINS.get(key.dtype, ()) if key.dtype != "fp8"]
+    donors += [(kind, dtype) for kind in chip for dtype in (key.dtype, *_TWINS.get(key.dtype, ()))]
+    for kind, dtype in donors:
+        found = fitted.get(kind, {}).get(key.op_class, {}).get(dtype)
+        if found is not None and not _odd_one(key):
+            source = f"{kind} {dtype}, scaled by the peaks ({found.source})"
+            error = 1.5 * (found.relative_error or CURVE_ERROR)
+            return _lend(found.value, key.kind, source, max(0.1, error))
+    common = classes.get((key.op_class, _family(key.dtype)))
+    if common is None:
+        return None
+    source = f"all of {', '.join(common.kinds)} in one fit, scaled by the peaks"
+    error = 0.4 if common.left_out is None else max(CURVE_ERROR, common.left_out.p90 / 1.645)
+    held = {} if common.left_out is None else {"device left out": common.left_out}
+    curve = msgspec.structs.replace(common.curve, held_out=held)
+    return _lend(curve, key.kind, source, error)
+
+
+def _lend(curve: OpCurve, kind: str, source: str, error: float) -> Tagged[OpCurve]:
+    value = msgspec.structs.replace(_aligned(curve, kind), outcome="borrowed", standard_errors={})
+    return Tagged(value, "borrowed", source, DATE, min(error, 1.0))
+
+
+def _aligned(curve: OpCurve, kind: str) -> OpCurve:
+    """Returns a curve with the kind's price of dimensions that are no multiple of 8."""
+    if curve.form != "tiles":
+        return curve
+    price = _MISALIGNED_OLD if kind.startswith(_FIRST_TENSOR_CORES) else _MISALIGNED_NEW
+    price = _MISALIGNED_NONE if kind.startswith(_NO_TENSOR_CORES) else price
+    parameters = curve.parameters | {"misaligned": price}
+    return msgspec.structs.replace(curve, parameters=parameters)
+
+
+def _chip(kind: str) -> tuple[str, ...]:
+    return next((chip for chip in _CHIPS if kind in chip), (kind,))
+
+
+def _family(dtype: str) -> str:
+    return "fp32" if dtype in ("fp32", "fp64") else "16-bit"
+
+
+def _odd_one(key: Key) -> bool:
+    """A GPU without tensor cores has 16-bit products that are like no other's."""
+    return _family(key.dtype) != "fp32" and key.kind.startswith(_NO_TENSOR_CORES)
+
+
+def _compare(curve: OpCurve, samples: Samples) -> Floats:
+    return predict(curve, samples) / samples.seconds - 1.0
+
+
+def _errors(signed: Floats) -> HeldOut:
+    size = np.abs(signed)
+    return HeldOut(
+        len(signed), float(np.median(size)), float(np.quantile(size, 0.9)), float(np.median(signed))
+    )
+
+
+def _sources(records: Iterable[Record]) -> dict[str, str]:
+    names: dict[str, set[str]] = {}
+    for record in records:
+        names.setdefault(record.device, set()).add(record.folder)
+    return {kind: ", ".join(sorted(found)) for kind, found in names.items()}
+
+
+def _rounded(value: object) -> object:
+    """Returns builtins with floats of four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(child) for key, child in value.items() if child is not None}
+    return [_rounded(child) for child in value] if isinstance(value, list | tuple) else value
+
+
+def _layout(content: Mapping[str, object]) -> str:
+    """Returns JSON with one line a field, and one an op class."""
+    lines = []
+    for key, value in content.items():
+        if key in ("efficiency", "curves") and isinstance(value, dict):
+            inner = [f"    {json.dumps(name)}: {json.dumps(part)}" for name, part in value.items()]
+            lines.append(f'  "{key}": {{\n' + ",\n".join(inner) + "\n  }")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> int:
+    """Fits the shipped profiles to a folder of public measurements, and prints the errors."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="public data")
+    parser.add_argument("--write", type=Path, help="folder of profiles to be written")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    folder = options.write or SHIPPED / "devices"
+    profiles = {
+        path.stem: parse_profile(path.read_bytes(), path.name) for path in folder.glob("*.json")
+    }
+    records: list[Record] = []
+    for name in _SOURCES:
+        records += IMPORTERS[name].read(options.data / name).records
+    curves = fit_profiles(records, profiles, options.jobs)
+    for kind, by_class in sorted(curves.items()):
+        for op_class, by_dtype in by_class.items():
+            for dtype, tagged in by_dtype.items():
+                _show(f"{kind} {op_class} {dtype}", tagged)
+    if options.write:
+        write_curves(curves, options.write)
+    return 0
+
+
+def _show(what: str, tagged: Tagged[OpCurve]) -> None:
+    held = tagged.value.held_out
+    errors = "  ".join(
+        f"{name}: {e.cases} cases, median {e.median:.1%}, p90 {e.p90:.1%}"
+        for name, e in held.items()
+    )
+    sys.stdout.write(f"{what}: {tagged.tag}, {tagged.value.outcome}  {errors}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
