@@ -14,28 +14,25 @@ FILE = "checkpoint.pt"
 _FORMAT = "placewright-checkpoint/1"
 
 
-def save(folder: Path, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
+def write(path: Path, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
     """Writes a state; whatever happens, the file is either the old or the new one.
 
     Args:
-        folder: where the file lies.
-        identity: what the state belongs to; `load` compares it.
+        path: of the file.
+        identity: what the state belongs to.
         state: tensors, numbers, strings, and lists and dictionaries of them.
     """
     buffer = io.BytesIO()
     torch.save({"format": _FORMAT, "identity": dict(identity), "state": dict(state)}, buffer)
-    write_whole(folder / FILE, buffer.getvalue())
+    write_whole(path, buffer.getvalue())
 
 
-def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
-    """Reads a state; a checkpoint holds data only, so nothing in it is executed.
+def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns (identity, state); a checkpoint holds data only, so nothing in it is executed.
 
     Raises:
-        PlacewrightError: there is no such file, it is not a checkpoint, or it is of something else.
+        PlacewrightError: there is no such file, or it is not a checkpoint.
     """
-    if folder is None:
-        raise UsageError("there is no folder to resume from")
-    path = folder / FILE
     try:
         whole = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -44,8 +41,25 @@ def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
         raise PlacewrightError(f"{path}: not a checkpoint: {type(error).__name__}") from None
     if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
         raise PlacewrightError(f"{path}: not a checkpoint of the format {_FORMAT}")
+    return whole.get("identity", {}), whole.get("state", {})
+
+
+def save(folder: Path, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
+    """Writes the checkpoint of a run into its folder; `load` compares the identity."""
+    write(folder / FILE, identity, state)
+
+
+def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
+    """Reads the checkpoint of a run.
+
+    Raises:
+        PlacewrightError: there is no such file, it is not a checkpoint, or it is of something else.
+    """
+    if folder is None:
+        raise UsageError("there is no folder to resume from")
+    path = folder / FILE
+    known, state = read(path)
     for name, value in identity.items():
-        if whole.get("identity", {}).get(name) != value:
+        if known.get(name) != value:
             raise PlacewrightError(f"{path}: its {name} is not that of this run")
-    state: dict[str, Any] = whole.get("state", {})
     return state

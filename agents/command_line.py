@@ -83,6 +83,36 @@ def check_options(config: Any) -> None:
             raise ValueError(f"{field.name} must be{limit}, not {value}")
 
 
+def changed(config_type: type, texts: Sequence[str], **values: Any) -> Any:
+    """Returns a configuration of values and of texts such as ``width=128``.
+
+    Raises:
+        UsageError: names the field or the text, and the reason.
+    """
+    hints, fields = get_type_hints(config_type), dataclasses.fields(config_type)
+    names = {field.name.strip("_"): field.name for field in fields}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in names:
+            raise UsageError(f"--set {text}: there is no {name!r}; known: {', '.join(names)}")
+        kind = hints[names[name]]
+        try:
+            values[names[name]] = _READERS.get(kind, str)(value)
+        except (KeyError, ValueError):
+            raise UsageError(f"--set {text}: {value!r} is not of the type of {name}") from None
+    try:
+        return config_type(**values)
+    except ValueError as error:
+        raise UsageError(f"--set: {error}") from None
+
+
+_READERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: {"true": True, "false": False}.__getitem__,
+}
+
+
 def run(config_type: type, train: Callable[..., Any], argv: Sequence[str] | None = None) -> int:
     """Trains on the model that the arguments name, and says what came out.
 
@@ -122,7 +152,12 @@ def _parser(config_type: type) -> argparse.ArgumentParser:
     parser.add_argument(
         "--cluster", required=True, metavar="NAME", help="a preset, or a .toml file"
     )
-    parser.add_argument("--groups", type=int, default=128, help="groups of units, at most")
+    parser.add_argument(
+        "--groups",
+        type=int,
+        default=getattr(config_type, "GROUPS", 128),
+        help="groups of units, at most",
+    )
     parser.add_argument("--reward", choices=list(_FORMS), default="log", help="of a step time")
     parser.add_argument(
         "--full",
@@ -176,7 +211,7 @@ def _train(args: argparse.Namespace, config: Any, train: Callable[..., Any]) -> 
         f"{task.grouping.space.problem.settings.contention}"
     )
     begin = time.perf_counter()
-    trained = train(config, task, folder=args.folder, resume=args.resume, listener=_Progress())
+    trained = train(config, task, folder=args.folder, resume=args.resume, listener=Progress())
     best = best_in_full(full, trained.finalists)
     record = {
         "graph": graph.name,
@@ -214,7 +249,7 @@ def best_in_full(full: PlacementTask, finalists: Sequence[Finalist]) -> Finalist
     return again.best
 
 
-class _Progress:
+class Progress:
     """Tells a person how a run goes, about once a second."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ that a planner may use a formula without loading it. The caller detaches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,23 @@ def masked_log_softmax(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Ten
     """
     _check_equal(logits=tuple(logits.shape), allowed=tuple(allowed.shape))
     return logits.masked_fill(~allowed, -np.inf).log_softmax(-1)
+
+
+def mix_uniform(log_probabilities: torch.Tensor, weight: float) -> torch.Tensor:
+    """Returns log((1 - weight) p + weight / D), [..., choice], over the D choices of each row.
+
+    The mixture of Post (Gao, Chen and Li, 2018), with which no choice is ever given up.
+
+    Args:
+        log_probabilities: log p, [..., choice], -inf where a choice does not exist.
+        weight: of the uniform distribution, 0 to below 1.
+    """
+    if not weight:
+        return log_probabilities
+    exists = log_probabilities > -np.inf
+    flat = exists.to(log_probabilities.dtype) / exists.sum(-1, keepdim=True)
+    mixed = (1.0 - weight) * log_probabilities.exp() + weight * flat
+    return mixed.masked_fill(~exists, 1.0).log().masked_fill(~exists, -np.inf)
 
 
 def categorical_entropy(log_probabilities: torch.Tensor) -> torch.Tensor:
@@ -84,6 +101,71 @@ def approximate_kl(log_ratio: torch.Tensor) -> torch.Tensor:
     """
     _check_rank(log_ratio.ndim, least=1)
     return (log_ratio.exp() - 1.0 - log_ratio).mean()
+
+
+class Tally(NamedTuple):
+    """How often each choice of a decision was made, and what it was worth, [decision, choice]."""
+
+    times: torch.Tensor  # chosen
+    up: torch.Tensor  # sum of the advantages above 0
+    down: torch.Tensor  # sum of those below
+
+
+class Surrogate(NamedTuple):
+    """The loss of PPO over some decisions, and how far they moved; means over them."""
+
+    loss: torch.Tensor  # as `clipped_surrogate`
+    approx_kl: torch.Tensor  # as `approximate_kl`
+    clip_fraction: torch.Tensor  # as `clip_fraction`
+    size: int  # decisions times samples
+
+
+def tally(actions: torch.Tensor, advantage: torch.Tensor, num_choices: int) -> Tally:
+    """Sums advantages by what was chosen.
+
+    Args:
+        actions: int64 [sample, decision].
+        advantage: [sample, decision].
+        num_choices: choices of each decision.
+    """
+    _check_equal(actions=tuple(actions.shape), advantage=tuple(advantage.shape))
+    size = actions.shape[1] * num_choices
+    cell = (actions + num_choices * actions.new_tensor(range(actions.shape[1]))).reshape(-1)
+    worth = advantage.reshape(-1)
+    shape = (actions.shape[1], num_choices)
+    return Tally(
+        cell.bincount(minlength=size).to(advantage.dtype).reshape(shape),
+        cell.bincount(worth.clamp_min(0.0), minlength=size).reshape(shape),
+        cell.bincount(worth.clamp_max(0.0), minlength=size).reshape(shape),
+    )
+
+
+def tallied_surrogate(
+    now: torch.Tensor, old: torch.Tensor, counted: Tally, *, clip: float
+) -> Surrogate:
+    """Returns the loss of PPO where all samples share their log probabilities.
+
+    The same as `clipped_surrogate` over all samples, in a time that does not grow with them: where
+    the ratio r is shared, sum_k min(r A_k, clip(r) A_k) is min(r, 1 + clip) times the sum of the
+    positive A_k, plus max(r, 1 - clip) times that of the negative ones.
+
+    Args:
+        now: log probabilities, [decision, choice].
+        old: when the actions were sampled, [decision, choice].
+        counted: of the samples.
+        clip: how far a ratio may go from 1.
+    """
+    _check_equal(now=tuple(now.shape), old=tuple(old.shape), counted=tuple(counted.times.shape))
+    log_ratio = (now - old).masked_fill(counted.times == 0, 0.0)
+    ratio, total = log_ratio.exp(), counted.times.sum()
+    gain = ratio.clamp_max(1.0 + clip) * counted.up + ratio.clamp_min(1.0 - clip) * counted.down
+    is_far = ((ratio - 1.0).abs() > clip).to(ratio.dtype)
+    return Surrogate(
+        -gain.sum() / total,
+        (counted.times * (ratio - 1.0 - log_ratio)).sum() / total,
+        (counted.times * is_far).sum() / total,
+        int(total),
+    )
 
 
 def value_loss(v: torch.Tensor, target: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

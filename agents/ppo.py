@@ -4,20 +4,21 @@ Schulman et al., Proximal policy optimization algorithms, 2017. The policy is th
 a table of logits per group, so one encode gives K placements at once. A placement is read as an
 episode: group after group is decided, in program order, and the reward comes after the last one.
 The value of what is decided so far is a sum over the groups decided, so that a decision is credited
-with what it changed; a moving average can take its place.
+with what it changed; a moving average can take its place. EAGLE and Mars train their networks by
+the same loop.
 
     python -m agents.ppo bert-base --cluster 4xP100-PCIe --evaluations 20000 --folder run
 """
 
-import contextlib
+import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -28,13 +29,26 @@ from agents import checkpoint, losses
 from agents.command_line import check_options, option, run
 from agents.diagnostics import Diagnostics, Journal
 from agents.finalists import Finalist, Finalists
+from agents.policy import (
+    Actor,
+    Choose,
+    Decided,
+    Worth,
+    compare,
+    drawing,
+    negative_log_likelihood,
+    repeating,
+)
 from agents.task import Evaluation
+from agents.torch_state import seeded, torch_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All that decides a run beside the task; the help of each field is its documentation."""
 
+    NAME: ClassVar[str] = "ppo"
+    GROUPS: ClassVar[int] = 128  # decisions of a task, unless said otherwise
     evaluations: int = option(20_000, "placements to simulate", least=1)
     seed: int = option(0, "of all that is drawn", least=0)
     placements: int = option(64, "placements sampled per iteration, K", least=1)
@@ -50,6 +64,9 @@ class Config:
     gradient_limit: float = option(1.0, "norm of a gradient, at most", least=0, above=True)
     centre: bool = option(True, "subtract the mean of an iteration from its advantages")
     advantage_limit: float = option(5.0, "of an advantage, in deviations", least=0, above=True)
+    elite_every: int = option(0, "iterations between fits to the best, as Post; 0: none", least=0)
+    elite: float = option(0.1, "fraction of an iteration that is best", least=0, most=1, above=True)
+    elite_steps: int = option(10, "steps of a fit", least=1)
     start_weight: float = option(0.7, "probability of a given start, at first", least=0, most=1)
     patience: int = option(20, "iterations without a better placement that end a life", least=1)
     lives: int = option(1000, "policies that begin from nothing, one after another", least=1)
@@ -74,7 +91,7 @@ class BatchEnv(Protocol):
         """Returns what changes with anything that decides a reward."""
 
 
-class Policy(nn.Module):
+class Policy(Actor):
     """A categorical over devices for each group, and the value of what is decided so far."""
 
     def __init__(self, allowed: Tensor) -> None:
@@ -88,6 +105,12 @@ class Policy(nn.Module):
     def forward(self) -> Tensor:
         """Returns log probabilities, [group, dev]."""
         return losses.masked_log_softmax(self.logits, self.allowed)
+
+    def decide(self, choose: Choose) -> Decided:
+        """Decides all groups at once."""
+        table = self()
+        entropy = losses.categorical_entropy(table).mean()
+        return Decided(choose(table), (table,), None, entropy)
 
     def values(self, actions: Tensor) -> Tensor:
         """Returns the value before each group is decided, [K, group]; sees earlier groups only."""
@@ -111,7 +134,7 @@ class TrainResult:
         iterations: made in all.
         evaluations: placements simulated in all.
         history: the diagnostics of each iteration since the start or the resumption.
-        policy: the trained policy.
+        policy: as trained.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -119,27 +142,32 @@ class TrainResult:
     iterations: int
     evaluations: int
     history: tuple[Diagnostics, ...]
-    policy: Policy
+    policy: Actor
     interrupted: bool
 
 
 class Samples(NamedTuple):
-    """Placements that were sampled and what became of them. Axes: K, group."""
+    """Placements that were sampled and what became of them. Axes: K, decision."""
 
-    actions: Tensor  # int64 [K, group]
-    log_probability: Tensor  # [K, group] when they were sampled
-    values: Tensor  # [K, group]
-    entropy: float  # nats per decision
+    actions: Tensor  # int64 [K, decision]
+    values: Tensor  # [K, decision]
+    entropy: float  # nats per device that is chosen
     found: Evaluation  # of each placement
+    placements: NDArray[np.int64]  # [K, group] devices that the decisions amount to
+
+
+MakeActor: TypeAlias = Callable[[], Actor]
+"""Returns a policy that knows nothing, the same each time but for torch's own generator."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
     """All that changes in a run, and that a checkpoint keeps."""
 
-    policy: Policy
+    policy: Actor
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
+    make: MakeActor
     averages: tuple[float, float] | None = None  # of rewards that fit: mean, standard deviation
     record: float = -math.inf  # best reward of this life
     stale: int = 0  # iterations since
@@ -149,20 +177,28 @@ class Learner:
     finalists: Finalists = field(default_factory=Finalists)
 
     @classmethod
-    def new(cls, config: Config, env: BatchEnv, start: NDArray[np.integer] | None) -> "Learner":
-        """Returns a learner that knows nothing but a start, [group]."""
-        policy = Policy(torch.from_numpy(env.allowed.copy()))
+    def new(
+        cls,
+        config: Config,
+        env: BatchEnv,
+        start: NDArray[np.integer] | None,
+        make: MakeActor | None = None,
+    ) -> "Learner":
+        """Returns a learner that knows nothing but a start, [group]; None: of a table of logits."""
+        make = make or functools.partial(Policy, torch.from_numpy(env.allowed.copy()))
+        policy = seeded(make, config.seed)
         if start is not None:
             policy.lean(torch.from_numpy(np.asarray(start, np.int64)), config.start_weight)
         generator = torch.Generator().manual_seed(config.seed)
-        return cls(policy=policy, optimizer=_optimizer(config, policy), generator=generator)
+        optimizer = _optimizer(config, policy)
+        return cls(policy=policy, optimizer=optimizer, generator=generator, make=make)
 
     def begin_again(self, config: Config) -> None:
         """Forgets the policy, not what it found."""
-        self.policy = Policy(self.policy.allowed)
+        self.life += 1
+        self.policy = seeded(self.make, config.seed + self.life)
         self.optimizer = _optimizer(config, self.policy)
         self.averages, self.record, self.stale = None, -math.inf, 0
-        self.life += 1
 
     def is_over(self, config: Config) -> bool:
         """Whether a run has nothing left to do."""
@@ -175,6 +211,12 @@ class Learner:
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
+            **self.progress(),
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what is known beside the policy."""
+        return {
             "averages": self.averages,
             "counts": [self.iteration, self.evaluations, self.record, self.stale, self.life],
             "finalists": self.finalists.state(),
@@ -185,46 +227,38 @@ class Learner:
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
+        self.take_up(state)
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Takes up what was known beside the policy."""
         self.averages = state["averages"]
         self.iteration, self.evaluations, self.record, self.stale, self.life = state["counts"]
         self.finalists.restore(state["finalists"])
 
 
-def _optimizer(config: Config, policy: Policy) -> torch.optim.Optimizer:
-    return torch.optim.Adam(policy.parameters(), lr=config.learning_rate)
+def _optimizer(config: Config, policy: Actor) -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        [values for values in policy.parameters() if values.requires_grad], lr=config.learning_rate
+    )
 
 
 @torch.no_grad()
 def rollout(learner: Learner, env: BatchEnv, num: int) -> Samples:
     """Samples placements from one encode and simulates them; fewer where the budget ends."""
     policy = learner.policy
-    log_probabilities = policy()  # [group, dev]
-    actions = sample(log_probabilities, policy.allowed, num, learner.generator)  # [K, group]
-    found = env.evaluate(actions.numpy())
-    actions = actions[: len(found.reward)]
-    group = torch.arange(actions.shape[1])
-    entropy = losses.categorical_entropy(log_probabilities).mean()
-    return Samples(
-        actions, log_probabilities[group, actions], policy.values(actions), float(entropy), found
-    )
-
-
-def sample(
-    log_probabilities: Tensor, allowed: Tensor, num: int, generator: torch.Generator
-) -> Tensor:
-    """Draws actions, int64 [K, group], from categoricals, [group, dev]; never a masked one."""
-    cumulative = log_probabilities.exp().cumsum(1)  # [group, dev]
-    drawn = torch.rand(num, len(cumulative), 1, generator=generator)  # [K, group, 1]
-    choice = (drawn >= cumulative).sum(2)  # [K, group]
-    last = allowed.shape[1] - 1 - allowed.flip(1).to(torch.uint8).argmax(1)  # [group]
-    return choice.minimum(last)  # where rounding left the sum below 1
+    decided = policy.decide(drawing(num, learner.generator))
+    placements = policy.place(decided.actions).numpy()  # [K, group]
+    found = env.evaluate(placements)
+    actions = decided.actions[: len(found.reward)]
+    values, entropy = policy.values(actions), float(decided.entropy)
+    return Samples(actions, values, entropy, found, placements[: len(found.reward)])
 
 
 class Advantages(NamedTuple):
-    """What a decision was worth, against what was expected. Axes: K, group."""
+    """What a decision was worth, against what was expected. Axes: K, decision."""
 
-    advantage: Tensor  # [K, group] in standard deviations
-    target: Tensor  # [K, group] of the values
+    advantage: Tensor  # [K, decision] in standard deviations
+    target: Tensor  # [K, decision] of the values
     counts: Tensor  # bool [K] what enters statistics and values
     explained_variance: float
 
@@ -249,24 +283,32 @@ def advantages(config: Config, learner: Learner, samples: Samples) -> Advantages
         )
     reward = np.clip((found.reward - mean) / max(1e-8, spread), -limit, limit)  # [K]
 
-    v_t = samples.values.numpy().T.astype(np.float64)  # [group, K]
-    if config.baseline == "ema":
-        v_t = np.zeros_like(v_t)  # the average is in the rewards already
+    if config.baseline == "ema":  # all decisions of a placement are worth the same
+        raw, v_t = reward[:, None], np.zeros((len(reward), 1))
+    else:
+        v_t = samples.values.numpy().astype(np.float64)
+        raw = _generalised(config, reward, v_t.T).T
+    explained = losses.explained_variance(v_t, np.broadcast_to(reward[:, None], v_t.shape))
+    centre = raw[counts].mean() if config.centre else 0.0
+    advantage = (raw - centre) / max(1e-8, float(raw[counts].std()))
+    shape = samples.actions.shape
+    return Advantages(
+        torch.from_numpy(np.clip(advantage, -limit, limit).astype(np.float32)).expand(shape),
+        torch.from_numpy((raw + v_t).astype(np.float32)).expand(shape),
+        torch.from_numpy(counts),
+        explained,
+    )
+
+
+def _generalised(
+    config: Config, reward: NDArray[np.float64], v_t: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Returns the advantage of each decision, [decision, K], from rewards [K] that end episodes."""
     r_t, ends = np.zeros_like(v_t), np.zeros(v_t.shape, np.bool_)
     r_t[-1:], ends[-1:] = reward, True  # a whole placement terminates
     v_tp1 = np.concatenate([v_t[1:], np.zeros_like(v_t[:1])])
-    raw = losses.gae(
-        r_t, v_t, v_tp1, ends, np.zeros_like(ends),
-        discount=1.0, lambda_=1.0 if config.baseline == "ema" else config.lambda_,
-    )  # fmt: skip
-    explained = losses.explained_variance(v_t, np.broadcast_to(reward, v_t.shape))
-    centre = raw[:, counts].mean() if config.centre else 0.0
-    advantage = (raw - centre) / max(1e-8, float(raw[:, counts].std()))
-    return Advantages(
-        torch.from_numpy(np.clip(advantage, -limit, limit).T.astype(np.float32)),
-        torch.from_numpy((raw + v_t).T.astype(np.float32)),
-        torch.from_numpy(counts),
-        explained,
+    return losses.gae(
+        r_t, v_t, v_tp1, ends, np.zeros_like(ends), discount=1.0, lambda_=config.lambda_
     )
 
 
@@ -283,37 +325,67 @@ class Update(NamedTuple):
 
 def update(config: Config, learner: Learner, samples: Samples, credit: Advantages) -> Update:
     """Climbs the clipped surrogate until the policy has moved as far as it may."""
-    policy, group = learner.policy, torch.arange(samples.actions.shape[1])
+    policy, old, norm, epochs = learner.policy, None, math.nan, 0
+    worth: Worth | None = None
     counts = credit.counts[:, None].expand_as(credit.target)
-    norm, epochs = math.nan, 0
+    value_loss = torch.full((), math.nan)
     while True:
-        log_probabilities = policy()
-        log_ratio = log_probabilities[group, samples.actions] - samples.log_probability
-        policy_loss = losses.clipped_surrogate(log_ratio, credit.advantage, clip=config.clip)
-        value_loss = losses.value_loss(policy.values(samples.actions), credit.target, counts)
-        entropy = losses.categorical_entropy(log_probabilities).mean()
-        approx_kl = float(losses.approximate_kl(log_ratio.detach()))
-        if epochs == config.epochs or approx_kl > config.kl_limit:
+        now = policy.decide(repeating(samples.actions))
+        old = old or now  # nothing has moved yet: this is what sampled
+        worth = worth or Worth.of(now, credit.advantage)
+        compared = compare(now, old, worth, clip=config.clip)
+        if config.baseline == "value":
+            values = policy.values(samples.actions)
+            value_loss = losses.value_loss(values, credit.target, counts)
+        if epochs == config.epochs or compared.approx_kl > config.kl_limit:
             break
-        loss = policy_loss - config.entropy_weight * entropy
+        loss = compared.loss - config.entropy_weight * now.entropy
         if config.baseline == "value":
             loss = loss + config.value_weight * value_loss
-        learner.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(nn.utils.clip_grad_norm_(policy.parameters(), config.gradient_limit))
-        learner.optimizer.step()
+        norm = step(config, learner, loss)
         epochs += 1
     return Update(
-        approx_kl=approx_kl,
-        clip_fraction=float(losses.clip_fraction(log_ratio.detach(), clip=config.clip)),
-        policy_loss=float(policy_loss.detach()),
-        value_loss=float(value_loss.detach()) if config.baseline == "value" else math.nan,
+        approx_kl=compared.approx_kl,
+        clip_fraction=compared.clip_fraction,
+        policy_loss=float(compared.loss.detach()),
+        value_loss=float(value_loss.detach()),
         gradient_norm=norm,
         epochs=epochs,
     )
 
 
-def train(
+def step(config: Config, learner: Learner, loss: Tensor) -> float:
+    """Descends a loss by one step; returns the norm that its gradient had."""
+    learner.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = nn.utils.clip_grad_norm_(learner.policy.parameters(), config.gradient_limit)
+    learner.optimizer.step()
+    return float(norm)
+
+
+def imitate(config: Config, learner: Learner, actions: Tensor, steps: int) -> float:
+    """Makes decisions, [K, decision], more probable; returns -log p per decision at the end.
+
+    The fit of the cross-entropy method where there is no closed form; also what learns from plans
+    that someone else found.
+    """
+    loss = torch.zeros(())
+    for _ in range(steps):
+        loss = negative_log_likelihood(learner.policy.decide(repeating(actions)))
+        step(config, learner, loss)
+    return float(loss.detach())
+
+
+def fit_elite(config: Config, learner: Learner, samples: Samples) -> None:
+    """Fits the policy to the best of an iteration, where its turn has come."""
+    if not config.elite_every or (learner.iteration + 1) % config.elite_every:
+        return
+    size = max(1, round(config.elite * len(samples.actions)))
+    best = np.argsort(-samples.found.reward, kind="stable")[:size].copy()
+    imitate(config, learner, samples.actions[torch.from_numpy(best)], config.elite_steps)
+
+
+def train(  # noqa: PLR0913 - what a run is made of
     config: Config,
     env: BatchEnv,
     *,
@@ -321,6 +393,7 @@ def train(
     folder: Path | None = None,
     resume: bool = False,
     listener: Callable[[Diagnostics], None] | None = None,
+    learner: Learner | None = None,
 ) -> TrainResult:
     """Trains a policy on one task.
 
@@ -332,6 +405,7 @@ def train(
         folder: where checkpoints and diagnostics go; None = nowhere.
         resume: go on from the checkpoint in the folder, to `config.evaluations`.
         listener: called after each iteration.
+        learner: what is trained, new; None = a table of logits, that begins near the start.
 
     Returns:
         What was found; after Ctrl-C too.
@@ -339,7 +413,8 @@ def train(
     Raises:
         PlacewrightError: there is no checkpoint to resume from, or it is of another run.
     """
-    learner, identity = Learner.new(config, env, start), _identity(config, env)
+    learner = learner or Learner.new(config, env, start)
+    identity = _identity(config, env)
     if resume:
         learner.restore(checkpoint.load(folder, identity))
     journal = None if folder is None else Journal(folder, after=learner.iteration)
@@ -348,7 +423,7 @@ def train(
     try:
         with torch_threads(config.threads):
             while not learner.is_over(config):
-                row = _iterate(config, learner, env)
+                row = iterate(config, learner, env)
                 if row is None:
                     break
                 history.append(row)
@@ -373,18 +448,7 @@ def train(
     )
 
 
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Lets torch use so many threads, and then as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _iterate(config: Config, learner: Learner, env: BatchEnv) -> Diagnostics | None:
+def iterate(config: Config, learner: Learner, env: BatchEnv) -> Diagnostics | None:
     """Runs one iteration; returns None where the budget of the task ended within it."""
     begin = time.perf_counter()
     if learner.stale >= config.patience:
@@ -392,11 +456,12 @@ def _iterate(config: Config, learner: Learner, env: BatchEnv) -> Diagnostics | N
     num = min(config.placements, config.evaluations - learner.evaluations)
     samples = rollout(learner, env, num)
     found = samples.found
-    learner.finalists.note(samples.actions.numpy(), found, learner.evaluations)
+    learner.finalists.note(samples.placements, found, learner.evaluations)
     if len(found.reward) < num:
         return None
     credit = advantages(config, learner, samples)
     done = update(config, learner, samples, credit)
+    fit_elite(config, learner, samples)
     best_now = float(found.reward.max())
     learner.stale = 0 if best_now > learner.record else learner.stale + 1
     learner.record = max(learner.record, best_now)
@@ -421,7 +486,11 @@ def _iterate(config: Config, learner: Learner, env: BatchEnv) -> Diagnostics | N
 def _identity(config: Config, env: BatchEnv) -> dict[str, str]:
     """Returns what a checkpoint has to agree with to be resumed; a run may be made longer."""
     decisive = {name: value for name, value in asdict(config).items() if name != "evaluations"}
-    return {"learner": "ppo", "task": env.content_hash(), "configuration": json.dumps(decisive)}
+    return {
+        "learner": config.NAME,
+        "task": env.content_hash(),
+        "configuration": json.dumps(decisive),
+    }
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from agents.diagnostics import FILE, Diagnostics, Journal
 from agents.finalists import Finalists
 from agents.planners.policy_gradient import PolicyGradient
 from agents.planners.recorder import Budget, Recorder
+from agents.policy import sample
 from agents.ppo import (
     Config,
     Learner,
@@ -29,7 +30,6 @@ from agents.ppo import (
     TrainResult,
     advantages,
     rollout,
-    sample,
     train,
     update,
 )
@@ -56,8 +56,7 @@ def evaluation(*rewards: float, fits: tuple[bool, ...] = ()) -> Evaluation:
 def samples(actions, found: Evaluation) -> Samples:
     """Placements of groups with two devices, sampled uniformly and with no values."""
     shape = np.array(actions).shape
-    old = torch.full(shape, math.log(0.5))
-    return Samples(torch.tensor(actions), old, torch.zeros(shape), math.log(2), found)
+    return Samples(torch.tensor(actions), torch.zeros(shape), math.log(2), found, np.array(actions))
 
 
 def new(config: Config = SHORT, shape: tuple[int, int] = (2, 2)) -> Learner:
@@ -117,8 +116,8 @@ def test_a_rollout_holds_what_was_sampled_and_what_became_of_it():
     task = toy()
     learner = Learner.new(SHORT, task, None)
     found = rollout(learner, task, 7)
-    assert found.actions.shape == found.log_probability.shape == found.values.shape == (7, 11)
-    assert_allclose(found.log_probability, -math.log(3), rtol=1e-6)
+    assert found.actions.shape == found.values.shape == (7, 11)
+    assert found.placements.tolist() == found.actions.tolist()
     assert found.entropy == pytest.approx(math.log(3))
     again = task.evaluate(found.actions.numpy())
     assert found.found.reward.tolist() == again.reward.tolist()

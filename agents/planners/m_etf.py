@@ -44,10 +44,10 @@ class MEtf:
 
 def earliest_first(space: PlacementSpace, margin: float = 1.0) -> NDArray[np.int32]:
     """Returns the device of each unit, [unit]; memory is kept to `margin` of each device's."""
-    return _Etf(space, margin).run()
+    return Etf(space, margin).run()
 
 
-class _Etf:
+class Etf:
     """One heap of waiting ops per device, by the time their inputs are there.
 
     The start of a heap's top is the later of that time and the device's: so the best of all is
@@ -75,11 +75,25 @@ class _Etf:
             start, op, device = self._earliest()
             self.free[device] = self.partial.place(op, device, start)
             self.done[op] = True
+            self.placed(op, device)
             for reader in self.readers[op]:
                 self.waiting[reader] -= 1
                 if not self.waiting[reader]:
                     self._offer(reader)
         return self.partial.placement()
+
+    def start(self, op: int, ready: float, device: int) -> float:
+        """Returns when an op can start on a device, s."""
+        del op
+        return max(ready, self.free[device])
+
+    def also(self, device: int) -> int:
+        """Returns an op that a device prefers to the top of its heap; -1 = none."""
+        del device
+        return -1
+
+    def placed(self, op: int, device: int) -> None:
+        """Is told that an op was placed."""
 
     def _offer(self, op: int) -> None:
         """Lets an op wait on every device that it may still go to."""
@@ -97,9 +111,13 @@ class _Etf:
                     heappop(heap)
                 if heap:
                     ready, op = heap[0]
-                    best = min(best, (max(ready, self.free[device]), ready, op, device))
+                    best = min(best, (self.start(op, ready, device), ready, op, device))
+                if (op := self.also(device)) >= 0:
+                    ready = self.partial.ready(op, device)
+                    best = min(best, (self.start(op, ready, device), ready, op, device))
             start, _, op, device = best
-            heappop(self.heaps[device])
+            if self.heaps[device][0][1] == op:
+                heappop(self.heaps[device])
             if device in self.partial.options(op):
                 return start, op, device
             self.offered[op].discard(device)

@@ -1,0 +1,1 @@
+"""Networks of the policies: encoders of graphs and clusters, groupers and placers."""
