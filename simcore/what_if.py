@@ -16,6 +16,7 @@ from simcore.cluster import Cluster
 from simcore.cost import kinds_of
 from simcore.graph import OpGraph
 from simcore.job import Job
+from simcore.pipeline_build import stage_of_units
 from simcore.plan import Plan, Settings
 from simcore.result import Result
 from simcore.simulation import Options, simulate_checked
@@ -75,8 +76,9 @@ def what_if(
 ) -> list[Change]:
     """Returns what single changes would save, the best first.
 
-    Each link kind, each of the links that carry most, each device kind in use and each of the
-    modules with most time on the critical path is made twice as fast; and launches are made free.
+    Each link kind, each of the links that carry most, each device kind in use and each stage of a
+    pipeline, else each of the modules with most time on the critical path, is made twice as fast;
+    and launches are made free.
 
     Args:
         graph: the graph the plan is for.
@@ -88,7 +90,8 @@ def what_if(
     """
     task = _Task(graph=graph, cluster=cluster, job=job, plan=plan,
                  options=Options.of(plan, settings))  # fmt: skip
-    times = [*_links(task, result), *_devices(task, result), *_modules(task, result), *_host(task)]
+    parts = _stages(task) if len(plan.stages) > 1 else _modules(task, result)
+    times = [*_links(task, result), *_devices(task, result), *parts, *_host(task)]
     changes = [Change(what, time, result.step_time - time) for what, time in times]
     return sorted(changes, key=lambda change: (-change.saved, change.what))
 
@@ -170,6 +173,15 @@ def _modules(task: _Task, result: Result) -> Iterator[tuple[str, float]]:
         mine = [m == module or (not m and name == module) for name, m in module_of.items()]
         scale = np.where(np.array(mine)[:, None], 1.0 / FASTER, np.ones(shape))
         yield f"the ops of {module} in half the time", task.time(scale=scale)
+
+
+def _stages(task: _Task) -> Iterator[tuple[str, float]]:
+    """Yields the stages of a pipeline, and the step with the ops of each in half the time."""
+    stage = stage_of_units(task.plan, task.graph)[task.graph.unit]
+    shape = (task.graph.num_ops, len(kinds_of(task.cluster)))
+    for number, each in enumerate(task.plan.stages):
+        scale = np.where((stage == number)[:, None], 1.0 / FASTER, np.ones(shape))
+        yield f"the ops of {each.name} in half the time", task.time(scale=scale)
 
 
 def _host(task: _Task) -> Iterator[tuple[str, float]]:
