@@ -11,6 +11,8 @@ from simcore.graph import OpGraph
 from simcore.plan import Plan
 from simcore.profile_store import load_profile
 from simcore.result import DeviceUse, Result
+from simcore.shard_summary import layout_name
+from simcore.shards import is_sharded, plan_meshes
 from simcore.units import format_seconds
 
 _STAGE = re.compile(r"(\d+)[FBIWU]")  # what the name of a task begins with
@@ -65,7 +67,9 @@ def _stage_seconds(plan: Plan, result: Result) -> list[float]:
         total = np.zeros(len(plan.stages))
         stage = [int(match[1]) for match in found if match]
         np.add.at(total, stage, (run.end - run.start)[here])
-        return [float(t) / len(s.devices) for t, s in zip(total, plan.stages, strict=True)]
+        pairs = set(zip(stage, run.placement[here].tolist(), strict=True))
+        ran = Counter(number for number, _ in pairs)  # of equal devices one may stand for all
+        return [float(t) / max(1, ran[number]) for number, t in enumerate(total)]
     used = {use.name: use for use in result.devices}
     shared = Counter(stage.devices for stage in plan.stages)
     return [
@@ -82,6 +86,7 @@ def short_module(path: str) -> str:
 
 
 def explain_pipeline(
+    graph: OpGraph,
     plan: Plan,
     result: Result,
     baselines: Mapping[str, float | None],
@@ -90,6 +95,7 @@ def explain_pipeline(
     """Returns what a pipeline plan does, what binds it and which GPUs are idle.
 
     Args:
+        graph: the graph.
         plan: the plan; it fits.
         result: its simulation.
         baselines: step time of other strategies in s, None where they have no plan that fits.
@@ -97,7 +103,8 @@ def explain_pipeline(
     """
     names = {name for stage in plan.stages for name in stage.devices}
     used = [use for use in result.devices if use.name in names]
-    sentences = [_shape(plan), _bubble(result, used), _binds(plan, result)]
+    sentences = [f"{layout_name(graph, plan)}." if is_sharded(plan) else "", _shape(plan)]
+    sentences += [_bubble(result, used), _binds(plan, result)]
     sentences += _recomputed(plan)
     single = baselines.get("single_device")
     if single is not None and result.step_time:
@@ -132,7 +139,7 @@ def _recomputed(plan: Plan) -> list[str]:
 
 def _shape(plan: Plan) -> str:
     """Says how many stages there are, and their rhythm."""
-    copies = {len(stage.devices) for stage in plan.stages}
+    copies = {mesh.copies for mesh in plan_meshes(plan)}
     ranks = len({stage.devices for stage in plan.stages})
     parts = f"{len(plan.stages)} stages"
     if ranks < len(plan.stages):

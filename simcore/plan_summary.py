@@ -111,7 +111,7 @@ def explain(
     if len(plan.stages) == 1 and is_sharded(plan):
         return explain_sharding(graph, plan, result)
     if plan.is_pipeline:
-        return explain_pipeline(plan, result, baselines, notes)
+        return explain_pipeline(graph, plan, result, baselines, notes)
     if plan.stages[0].mesh is not None:
         return _explain_copies(plan, result, baselines, notes)
     return _explain_placement(plan, result, baselines, notes)

@@ -13,6 +13,7 @@ from simcore.errors import GraphError, PlanError
 from simcore.graph import OpGraph, Phase
 from simcore.job import Job
 from simcore.plan import RANK_HOSTS, Plan, Settings, Stage
+from simcore.plan_summary import explain
 from simcore.shard_summary import explain_sharding, layout_name
 from simcore.sharding.groups import find_linkage
 from simcore.sharding.named import STYLES, find_roles, style_groups, style_of
@@ -205,6 +206,8 @@ def test_stages_with_shards_make_a_pipeline(style):
         simulate(graph, cluster, job, plan) for plan, cluster in ((one, small), (two, large))
     )
     assert layout_name(graph, two) == f"dp 2 x tp 2 ({style}) x pp 2"
+    text = explain(graph, two, split, {}, {})
+    assert text.startswith(f"dp 2 x tp 2 ({style}) x pp 2. 2 stages, 2 copies of each")
     assert len({use.allocated for use in split.devices[:4]}) == 1
     assert split.devices[0].memory["parameters"] < whole.devices[0].memory["parameters"]
     assert split.devices[0].busy > 0.5 * whole.devices[0].busy  # collectives count as busy
