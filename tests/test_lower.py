@@ -130,7 +130,8 @@ def test_each_copy_sees_its_share_of_the_batch():
     one, four = (Problem.build(growing(), CLUSTER, Job(batch=8), copies=n) for n in (1, 4))
     assert (one.batch, four.batch) == (8, 2)
     assert four.tables.tensors["num_bytes"][0] == 7 + 3 * 2
-    assert four.tables.cost["duration"][0, 0] == one.tables.cost["duration"][0, 0] / 4
+    share, whole = (problem.tables.cost["duration"][0, 0] for problem in (four, one))
+    assert whole / 4 <= share < whole  # a kernel of a quarter takes a quarter at best
 
 
 def test_a_batch_that_does_not_divide_is_refused():

@@ -304,3 +304,12 @@ def test_a_stage_without_ops_is_named() -> None:
     plan = plan_of(graph, cluster, [["f0", "f1"], []], [["d0"], ["d1"]])
     with pytest.raises(PlanError, match=r"stage 's1' \(number 1\) has no ops"):
         simulate(graph, cluster, JOB, plan)
+
+
+def test_a_graph_with_collectives_is_no_copy_to_cut() -> None:
+    builder = GraphBuilder("reduce", batch=8)
+    builder.op("all", op_class=OpClass.COLLECTIVE)
+    cluster = chain_of(1)
+    plan = plan_of(builder.build(), cluster, [["all"]], [["d0"]])
+    with pytest.raises(PlanError, match="'all' is a collective; stages are cut from one copy"):
+        build_pipeline(builder.build(), cluster, JOB, plan)

@@ -237,15 +237,12 @@ def test_a_backward_that_reads_a_forward_without_an_edge_is_refused_by_op():
     assert message.endswith("no forward op of stage 1 reads a tensor of stage 0")
 
 
-def test_ops_out_of_order_and_collectives_are_refused_by_op():
+def test_ops_out_of_order_are_refused_by_op():
     builder = GraphBuilder("order")
     update = builder.op("u", phase=Phase.U, outputs=[Out(8)])
     builder.op("f", inputs=builder.outputs(update))
     message = refusal(builder.build(), np.array([0, 0]))
     assert message == "order: 'f' (phase F) reads what 'u' (phase U) makes: not a training step"
-    builder = GraphBuilder("reduce")
-    builder.op("all", op_class=OpClass.COLLECTIVE)
-    assert "'all' is a collective" in refusal(builder.build(), np.array([0]))
 
 
 @pytest.mark.parametrize("branches", [2, 3, 4])
