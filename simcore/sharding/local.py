@@ -66,7 +66,8 @@ def local_graph(
         part: which part a placement unit is in, [unit].
 
     Raises:
-        PlanError: the parts split the samples by different numbers.
+        PlanError: the parts split the samples, or a parameter that they share, by different
+            numbers.
     """
     of_op = part[graph.unit]
     states = find_states(graph, linkage, axes, of_op)
@@ -280,11 +281,25 @@ class _Writer:
             made[axis] if each == PARTIAL else settled[axis] for axis, each in enumerate(goal)
         )
         maker = self.producer[tensor]
-        source = self.part[maker] if maker >= 0 else self.part[op]
-        if maker >= 0 and self._sizes(source) != self._sizes(self.part[op]):
-            return self._send(tensor, start, goal, op)
+        home = self._part_of(tensor)
+        if self._sizes(home) != self._sizes(self.part[op]):
+            if maker >= 0:
+                return self._send(tensor, start, goal, op)
+            self._check_alike(tensor, goal, op)
         epoch = int(self.graph.phase[op] != Phase.F)
         return self._convert(tensor, start, goal, op, epoch)
+
+    def _check_alike(self, tensor: int, goal: Vector, op: int) -> None:
+        """Refuses a parameter that stages share, but keep in parts of different sizes."""
+        home, here = self._part_of(tensor), self.part[op]
+        kept = self.states.made[tensor]
+        for mine, other, *states in zip(self.axes[home], self.axes[here], kept, goal, strict=True):
+            if mine.size != other.size and max(states) >= 0:
+                raise PlanError(
+                    f"{self.graph.tensor_names[tensor]!r} is used by stages {home} and {here}, "
+                    f"which split it over {mine.size} and {other.size} devices along {mine.name!r}; "
+                    "stages that share a parameter need equal meshes"
+                )
 
     def _sizes(self, part: int) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes[part])
