@@ -1,9 +1,10 @@
 """Measurement records -> samples for the fits: one set for each op class, dtype and device kind.
 
 Seconds that contain the host (``+sync``: a loop of one operator, averaged) are the larger of host
-and kernel, so the shortest of a source tell the host's floor, and rows near it tell nothing of the
-kernel. Gradients of convolutions and recurrent layers are classes of their own (``.I``, ``.W``,
-``.B`` for both); where a source has the two apart, their sum is added as both.
+and kernel, so the shortest of a source and phase tell the host's floor (a backward calls more
+kernels), and rows near it tell nothing of the kernel. Gradients of convolutions and recurrent
+layers are classes of their own (``.I``, ``.W``, ``.B`` for both); where a source has the two apart,
+their sum is added as both.
 """
 
 import zlib
@@ -25,7 +26,7 @@ CURVED = frozenset({
     "pointwise", "pooling", "embedding",
 })  # fmt: skip
 ABOVE_FLOOR = 2.0  # rows with the host in their seconds count from this multiple of its floor
-LAST_RESORT = ("sailor",)  # wall clock, some rows a thousand times off: where nothing else is known
+LAST_RESORT = ("sailor",)  # wall clock that spreads widely: used where nothing else is known
 _SPLIT_CLASSES = ("convolution", "rnn")
 _WIDTHS = ("normalisation", "softmax")  # whose rows have a width that matters
 _NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -74,36 +75,23 @@ def samples_of(
 def _usable(records: Iterable[Record], profiles: Mapping[str, HardwareProfile]) -> list[Record]:
     """Returns records of kernels, without those that the host hides."""
     found = [
-        _corrected(record)
+        record
         for record in records
         if record.kind == "op" and record.op_class in CURVED and record.device in profiles
     ]
     better = {record.device for record in found if record.folder not in LAST_RESORT}
     found = [r for r in found if r.folder not in LAST_RESORT or r.device not in better]
-    shortest: dict[tuple[str, str], list[float]] = defaultdict(list)
+    shortest: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for record in found:
         if record.contains.endswith("+sync"):
-            shortest[record.folder, record.device].append(record.seconds)
+            shortest[record.folder, record.device, record.phase].append(record.seconds)
     floors = {key: float(np.quantile(values, 0.02)) for key, values in shortest.items()}
     return [
         record
         for record in found
-        if record.seconds > ABOVE_FLOOR * floors.get((record.folder, record.device), 0.0)
-        or not record.contains.endswith("+sync")
+        if not record.contains.endswith("+sync")
+        or record.seconds > ABOVE_FLOOR * floors[record.folder, record.device, record.phase]
     ]
-
-
-def _corrected(record: Record) -> Record:
-    """Returns a record as it was measured, where that is known to differ from what it says.
-
-    DeepBench's recurrent layers skip the product with the input: with it they would be above the
-    peak. The additions of phi-2 (hidden size 2560) are two, its blocks are parallel.
-    """
-    if record.folder == "vidur" and record.target == "add" and record.dims.get("cols") == 2560:
-        return msgspec.structs.replace(record, traffic=2 * record.traffic)
-    if record.op_class == "rnn" and record.folder == "deepbench":
-        return msgspec.structs.replace(record, dims=record.dims | {"i": 0})
-    return record
 
 
 def _class_of(record: Record) -> str:

@@ -4,21 +4,23 @@
 are no op of a class with curves are ignored) and returns, for every GPU kind of ``profiles``, the
 ``curves`` section of its file. `write_curves` puts it there. A curve is, first that applies:
 
-- fitted to the kind's own rows, unless the class predicts kinds it has not seen better than these
-  rows predict each other (rows whose seconds hold more than the op);
+- fitted to the kind's own rows, unless the class, without having seen this kind, predicts them
+  better than they predict each other (few rows, or seconds that hold more than the op), or, where
+  they are of a last resort, a kind of the same chip does;
 - borrowed from a kind of the same chip, or from the other 16-bit type of the same kind;
 - borrowed from the class: parameters fitted to all kinds at once, scaled by the kind's peaks. Its
   error is that of kinds left out of that fit.
 
-Splits: shape groups (GEMM by N and K, convolutions by filter, attention by heads, others by rows
-and columns), never rows; and the largest decile of FLOPs for extrapolation.
+Rows of a kind that were not fitted choose which curve it borrows.
+
+Splits: shape groups (see `calibration.op_data`), never rows; and the largest decile of FLOPs.
 """
 
 import argparse
 import functools
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -59,7 +61,8 @@ _TWINS = {"fp16": ("bf16",), "bf16": ("fp16",), "tf32": ("fp16", "bf16"), "fp8":
 _MISALIGNED_OLD, _MISALIGNED_NEW, _MISALIGNED_NONE = 0.5, 0.15, 0.01
 _FIRST_TENSOR_CORES = ("V100", "T4", "RTX-2080", "Titan-RTX")
 
-Curves = dict[str, dict[str, Tagged[OpCurve]]]
+OfDtypes = dict[str, Tagged[OpCurve]]
+Curves = dict[str, OfDtypes]
 
 
 class ClassCurve(NamedTuple):
@@ -67,8 +70,11 @@ class ClassCurve(NamedTuple):
 
     curve: OpCurve
     kinds: tuple[str, ...]
-    left_out: HeldOut | None  # None where one chip has rows
-    typical: float  # median over the kinds left out of their median errors
+    left_out: HeldOut | None  # over all kinds; None where one chip has rows
+    by_kind: Mapping[tuple[str, str], HeldOut]  # kind left out (with its chip), dtype -> errors
+
+
+Classes = Mapping[tuple[str, str], ClassCurve]
 
 
 def fit_profiles(
@@ -92,9 +98,8 @@ def fit_profiles(
             by_class.setdefault(record.op_class, []).append(record)
     largest_first = sorted(by_class.values(), key=len, reverse=True)
     work = functools.partial(_fit_class, profiles=usable)
-    if jobs == 1:
-        found = [work(group) for group in largest_first]
-    else:
+    found = [work(group) for group in largest_first] if jobs == 1 else []
+    if jobs > 1:
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             found = list(pool.map(work, largest_first))
     merged: dict[str, Curves] = {kind: {} for kind in usable}
@@ -112,12 +117,12 @@ def _fit_class(records: list[Record], profiles: Mapping[str, HardwareProfile]) -
         {key: found for key, found in samples.items() if sources[key.kind] not in LAST_RESORT}
     )
     fitted: dict[str, Curves] = {kind: {} for kind in profiles}
-    for key in sorted(samples):
+    for key in sorted(samples, key=lambda key: (sources[key.kind] in LAST_RESORT, key)):
         sys.stderr.write(f"{key.kind} {key.op_class} {key.dtype}: {len(samples[key])} rows\n")
-        found = _fitted(key, samples, classes, sources)
+        found = _fitted(key, samples[key], classes, sources[key.kind], fitted)
         if found is not None:
             fitted[key.kind].setdefault(key.op_class, {})[key.dtype] = found
-    return {kind: _borrowed(kind, profiles[kind], fitted, classes) for kind in profiles}
+    return {kind: _borrowed(kind, profiles[kind], fitted, classes, samples) for kind in profiles}
 
 
 def held_out(samples: Samples, start: OpCurve | None) -> dict[str, HeldOut]:
@@ -127,8 +132,7 @@ def held_out(samples: Samples, start: OpCurve | None) -> dict[str, HeldOut]:
         samples: of a device.
         start: as of the fit.
     """
-    large = samples.flops >= np.quantile(samples.flops, 0.9)
-    parts = []
+    large, parts = samples.flops >= np.quantile(samples.flops, 0.9), []
     for fold in range(1 if len(samples) > _ONE_FOLD_FROM else _FOLDS):
         out = (samples.group // 7) % _FOLDS == fold
         test, train = out & ~large, ~out & ~large
@@ -169,86 +173,106 @@ def _class_curves(samples: Mapping[Key, Samples]) -> dict[tuple[str, str], Class
 
 def _class_curve(parts: list[Samples]) -> ClassCurve:
     curve = fit_curve(pooled(parts), surfaces=False)
-    ratios = []
-    chips = [_chip(part.kinds[0]) for part in parts]
-    for part, chip in zip(parts, chips, strict=True):
-        others = [p for p, c in zip(parts, chips, strict=True) if c != chip]
+    ratios = {}
+    for part in parts:
+        chip = _chip(part.kinds[0])
+        others = [other for other in parts if _chip(other.kinds[0]) != chip]
         if others:
-            ratios.append(_compare(fit_curve(pooled(others), surfaces=False), part))
-    kinds = tuple(sorted({kind for part in parts for kind in part.kinds}))
-    left_out = _errors(np.concatenate(ratios)) if ratios else None
-    medians = [float(np.median(np.abs(signed))) for signed in ratios]
-    typical = float(np.median(medians)) if medians else np.inf  # a large table has one vote
-    return ClassCurve(curve, kinds, left_out, typical)
+            left = fit_curve(pooled(others), surfaces=False)
+            ratios[part.kinds[0], part.work.dtype] = _compare(left, part)
+    return ClassCurve(
+        curve=curve,
+        kinds=tuple(sorted({kind for part in parts for kind in part.kinds})),
+        left_out=_errors(np.concatenate(list(ratios.values()))) if ratios else None,
+        by_kind={key: _errors(found) for key, found in ratios.items()},
+    )
 
 
 def _fitted(
     key: Key,
-    samples: Mapping[Key, Samples],
-    classes: Mapping[tuple[str, str], ClassCurve],
-    sources: Mapping[str, str],
+    mine: Samples,
+    classes: Classes,
+    source: str,
+    fitted: Mapping[str, Curves],
 ) -> Tagged[OpCurve] | None:
-    """Returns the curve of a kind from its own rows; None where they are too few."""
-    mine = samples[key]
+    """Returns the curve of a kind from its own rows; None where they are too few, or others do."""
     if len(mine) < LEAST_ROWS:
         return None
     found = classes.get((key.op_class, _family(key.dtype)))
     start = None if found is None else found.curve
     curve = fit_curve(mine, start)
     errors = held_out(mine, start)
-    if found is not None and found.left_out is not None:
-        errors["device left out"] = found.left_out
+    others = []
+    if found is not None and (unseen := _left_out(found, mine)) is not None:
+        errors["device left out"] = unseen
+        others.append(unseen.median)
+    if source in LAST_RESORT:
+        others += [_errors(_compare(o.value, mine)).median for o in _of_chip(key, fitted)]
     inside = errors.get("interpolation")
-    if _class_is_better(inside, found):
+    if inside is not None and inside.median > min(others, default=np.inf):
         return None
     error = CURVE_ERROR if inside is None else max(_LEAST_ERROR, inside.p90 / 1.645)
     return Tagged(
         value=_aligned(msgspec.structs.replace(curve, held_out=errors), key.kind),
         tag="fitted",
-        source=f"public measurements: {sources[key.kind]}",
+        source=f"public measurements: {source}",
         date=DATE,
         relative_error=min(error, 1.0),
         num_samples=len(mine),
     )
 
 
-def _class_is_better(inside: HeldOut | None, found: ClassCurve | None) -> bool:
-    """Whether the class predicts kinds it did not see better than a kind's rows do each other."""
-    return inside is not None and found is not None and inside.median > found.typical
+def _left_out(found: ClassCurve, mine: Samples) -> HeldOut | None:
+    """Returns the errors of a class on a kind that it did not see; None where it is one chip's."""
+    if mine.kinds[0] in found.kinds:
+        return found.by_kind.get((mine.kinds[0], mine.work.dtype))
+    return _errors(_compare(found.curve, mine))
 
 
 def _borrowed(
     kind: str,
     profile: HardwareProfile,
     fitted: Mapping[str, Curves],
-    classes: Mapping[tuple[str, str], ClassCurve],
+    classes: Classes,
+    samples: Mapping[Key, Samples],
 ) -> Curves:
     """Returns the curves of a kind, the missing ones from its chip, its twin dtype or the class."""
     result: Curves = {}
     for op_class in sorted({name for name, _ in classes}):
         own = dict(fitted[kind].get(op_class, {}))
         for dtype in profile.peak_TFLOPS.value:
-            if dtype in own:
-                continue
-            found = _lent(Key(op_class, dtype, kind), fitted, classes)
+            key = Key(op_class, dtype, kind)
+            found = None if dtype in own else _lent(key, fitted, classes, samples.get(key))
             if found is not None:
                 own[dtype] = found
-        if own and next(iter(own.values())).value.form == "bandwidth":
-            own = _without_repeats(own)
+        known = {key.dtype for key in samples if key.kind == kind}
         if own:
-            result[op_class] = own
+            bandwidth = next(iter(own.values())).value.form == "bandwidth"
+            result[op_class] = _without_repeats(own, known) if bandwidth else own
     return result
 
 
-def _without_repeats(curves: dict[str, Tagged[OpCurve]]) -> dict[str, Tagged[OpCurve]]:
-    """Returns the fitted ones, else one: bytes take the same time in any dtype."""
-    fitted = {dtype: curve for dtype, curve in curves.items() if curve.tag == "fitted"}
-    return fitted or dict(list(curves.items())[:1])
+def _without_repeats(curves: OfDtypes, known: set[str]) -> OfDtypes:
+    """Returns those of dtypes with rows, else the best: bytes take the same time in any dtype."""
+    kept = {dtype: curve for dtype, curve in curves.items() if dtype in known}
+    return kept or dict([min(curves.items(), key=lambda item: item[1].relative_error or 1.0)])
 
 
 def _lent(
-    key: Key, fitted: Mapping[str, Curves], classes: Mapping[tuple[str, str], ClassCurve]
+    key: Key,
+    fitted: Mapping[str, Curves],
+    classes: Classes,
+    mine: Samples | None,
 ) -> Tagged[OpCurve] | None:
+    """Returns the nearest curve; of those that there are the best where rows can tell."""
+    offers = [*_of_chip(key, fitted), *_of_class(key, classes)]
+    if mine is None or len(mine) < LEAST_ROWS:
+        return next(iter(offers), None)
+    return min(offers, key=lambda o: _errors(_compare(o.value, mine)).median, default=None)
+
+
+def _of_chip(key: Key, fitted: Mapping[str, Curves]) -> Iterator[Tagged[OpCurve]]:
+    """Yields curves of the other 16-bit type and of kinds of the same chip."""
     chip = [kind for kind in _chip(key.kind) if kind != key.kind and kind in fitted]
     donors = [(key.kind, twin) for twin in _TWINS.get(key.dtype, ()) if key.dtype != "fp8"]
     donors += [(kind, dtype) for kind in chip for dtype in (key.dtype, *_TWINS.get(key.dtype, ()))]
@@ -257,15 +281,18 @@ def _lent(
         if found is not None and not _odd_one(key):
             source = f"{kind} {dtype}, scaled by the peaks ({found.source})"
             error = 1.5 * (found.relative_error or CURVE_ERROR)
-            return _lend(found.value, key.kind, source, max(0.1, error))
+            yield _lend(found.value, key.kind, source, max(0.1, error))
+
+
+def _of_class(key: Key, classes: Mapping[tuple[str, str], ClassCurve]) -> Iterator[Tagged[OpCurve]]:
     common = classes.get((key.op_class, _family(key.dtype)))
     if common is None:
-        return None
+        return
     source = f"all of {', '.join(common.kinds)} in one fit, scaled by the peaks"
     error = 0.4 if common.left_out is None else max(CURVE_ERROR, common.left_out.p90 / 1.645)
     held = {} if common.left_out is None else {"device left out": common.left_out}
     curve = msgspec.structs.replace(common.curve, held_out=held)
-    return _lend(curve, key.kind, source, error)
+    yield _lend(curve, key.kind, source, error)
 
 
 def _lend(curve: OpCurve, kind: str, source: str, error: float) -> Tagged[OpCurve]:
@@ -311,7 +338,8 @@ def _sources(records: Iterable[Record]) -> dict[str, str]:
     names: dict[str, set[str]] = {}
     for record in records:
         names.setdefault(record.device, set()).add(record.folder)
-    return {kind: ", ".join(sorted(found)) for kind, found in names.items()}
+    used = {kind: found - set(LAST_RESORT) or found for kind, found in names.items()}
+    return {kind: ", ".join(sorted(found)) for kind, found in used.items()}
 
 
 def _rounded(value: object) -> object:

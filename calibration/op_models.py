@@ -26,7 +26,6 @@ from simcore.op_forms import (
     OpCurve,
     Surface,
     Work,
-    correction,
     hat_weights,
     seconds,
     surface_coordinates,
@@ -35,6 +34,9 @@ from simcore.op_forms import (
 MAX_ROWS = 1000  # of the fit of the parameters; the surfaces see all
 FOLDS = 3
 STIFFNESS = (0.02, 0.2, 2.0)  # candidates; of first and second differences
+KNOT_SHARES = (1.0, 0.5, 0.25)  # of the most knots that a surface may have; candidates
+_WORTH = 1.05  # smaller surfaces are taken where their held-out loss is within this of the best
+_SMALL = 100  # values; fewer are not worth saving
 _RIDGE = 1e-2
 _HUBER = 0.1  # of a logarithm: 10 %
 _BORROWED = 0.02  # residual of a prior by which a parameter goes away from it, per log unit
@@ -201,28 +203,44 @@ def _bounds(names: Sequence[str]) -> tuple[Floats, Floats]:
 
 
 def _choose_surfaces(samples: Samples, curve: OpCurve) -> tuple[Surface, ...]:
-    """Returns the surfaces that predict held-out shape groups best; none where none helps."""
+    """Returns the surfaces that predict held-out shape groups best; none where none helps.
+
+    Of large ones that do about as well, the smallest.
+    """
     wanted = np.log(samples.seconds / predict(curve, samples))
-    best, best_loss = None, 0.98 * float(np.mean(_huber(wanted)))
+    found = []
     for shapes in _alternatives(samples):
         system = _System(shapes, samples.work)
-        for stiffness in STIFFNESS:
-            loss = _held_out_loss(system, samples, wanted, stiffness)
-            if loss < best_loss:
-                best, best_loss = (system, stiffness), loss
-    if best is None:
+        losses = [_held_out_loss(system, samples, wanted, each) for each in STIFFNESS]
+        best = int(np.argmin(losses))
+        found.append((losses[best], system.size, system, STIFFNESS[best]))
+    least = min((loss for loss, *_ in found), default=np.inf)
+    if not least < 0.98 * float(np.mean(_huber(wanted))):
         return ()
-    point = best[0].solve(wanted, samples.weight, best[1])
-    return _monotone(best[0].surfaces(point), curve, samples)
+    good = [each for each in found if each[0] <= _WORTH * least]
+    _, _, system, stiffness = min(good, key=lambda each: (max(each[1], _SMALL), each[0]))
+    point = system.solve(wanted, samples.weight, stiffness)
+    return _monotone(system.surfaces(point), curve, samples)
 
 
 def _alternatives(samples: Samples) -> Iterator[list[Any]]:
-    """Yields lists of (axes, knots) that the samples can fill."""
+    """Yields lists of (axes, knots) that the samples can fill, each once."""
+    seen = set()
     for shapes in _AXES.get(samples.op_class.partition(".")[0], _OTHER_AXES):
-        filled = [(axes, _knots(samples, axes, most)) for axes, most in shapes]
-        filled = [(axes, knots) for axes, knots in filled if min(map(len, knots)) >= 2]
-        if filled:
-            yield filled
+        for share in KNOT_SHARES:
+            filled = [
+                (axes, _knots(samples, axes, [_fewer(n, share, len(axes)) for n in most]))
+                for axes, most in shapes
+            ]
+            filled = [(axes, knots) for axes, knots in filled if min(map(len, knots)) >= 2]
+            if filled and str(filled) not in seen:
+                seen.add(str(filled))
+                yield filled
+
+
+def _fewer(most: int, share: float, axes: int) -> int:
+    """Returns the knots of one axis, so that a surface has a share of its values."""
+    return max(2, round(float(most * share ** (1.0 / axes))))
 
 
 def _held_out_loss(system: "_System", samples: Samples, wanted: Floats, stiffness: float) -> float:
@@ -272,6 +290,7 @@ class _System:
     ) -> None:
         self.shapes = shapes
         self.matrix = hstack([_design(axes, knots, work) for axes, knots in shapes]).tocsr()
+        self.size = int(self.matrix.shape[1])
 
     def solve(self, wanted: Floats, weight: Floats, stiffness: float) -> Floats:
         """Returns values by penalised least squares with Huber weights."""
@@ -374,13 +393,3 @@ def _node_work(surface: Surface, samples: Samples) -> tuple[Work, Device]:
         dims = {"m": side, "n": side, "k": side}
     device = Device(*(float(np.median(np.asarray(value))) for value in samples.device))
     return Work(dims, traffic, samples.work.dtype), device
-
-
-def without_surfaces(curve: OpCurve) -> OpCurve:
-    """Returns the physical part of a curve."""
-    return OpCurve(curve.form, curve.parameters, (), {}, curve.standard_errors, curve.outcome)
-
-
-def log_correction(curve: OpCurve, samples: Samples) -> Floats:
-    """Returns the correction of every sample."""
-    return correction(curve.surfaces, samples.work)

@@ -1,7 +1,8 @@
 """What the shipped profiles say about measurements: records -> seconds, or why there are none.
 
-Seconds are made of what the record's are: launching is added where it is inside, and where a loop of
-calls waits for the device, the host of the source has a least time of its own. A collective or
+Seconds are made of what the record's are. Where an op was timed alone, its launch comes before it;
+where a loop of calls was timed, the host launches beside the kernels: the longer of both counts,
+and the host of the source may have a least time of its own. A collective or
 copy is looked up under its own machine, then under the plain topology; a copy also under the links
 of its topology.
 """
@@ -18,6 +19,8 @@ from simcore.profile import HardwareProfile
 from simcore.profile_store import device_kinds, link_kinds, load_link, load_profile
 from simcore.signature import Phase, Signature
 
+# their READMEs: means over repeated runs, with one wait for the device at the end
+_LOOPS = frozenset({"aceso_v100", "deepbench", "sailor"})
 NO_SHAPE = "a whole layer or an op without dims"
 Prediction = float | str  # seconds, or the reason why nothing can be said
 
@@ -65,9 +68,10 @@ def op_seconds(profile: HardwareProfile, records: Sequence[Record]) -> list[floa
 
 
 def _with_host(seconds: float, record: Record, profile: HardwareProfile) -> float:
-    importer = IMPORTERS.get(record.folder)
-    floor = importer.floor.get(record.phase, 0.0) if importer is not None else 0.0
-    return max(seconds + profile.launch_overhead, floor)
+    launch = profile.launch_overhead
+    if record.folder not in _LOOPS:
+        return seconds + launch
+    return max(seconds, launch, IMPORTERS[record.folder].floor.get(record.phase, 0.0))
 
 
 def signature_of(record: Record) -> Signature:

@@ -211,6 +211,22 @@ def test_vidur_products_follow_from_heads_and_gates(tmp_path):
     assert only(found, target="mlp_up_proj").dims["n"] == 28672
 
 
+@pytest.mark.parametrize(("model", "additions"), [("microsoft_phi-2", 2), ("meta-llama_x", 1)])
+def test_vidur_counts_both_additions_of_parallel_blocks_and_bytes_moved_one_by_one(
+    tmp_path, model, additions
+):
+    columns = " add_median_ms attn_rope_median_ms mlp_act_median_ms"
+    folder = write(
+        tmp_path / "vidur", f"compute_a100_{model}.csv", VIDUR + columns,
+        "32 8 4096 16384 32768 True 1000 2 1 1 1",
+    )  # fmt: skip
+    found = import_folder("vidur", folder)
+    assert only(found, target="add").traffic == additions * 3 * 2 * 1000 * 4096
+    heads = (32 // 2 + 8 // 2) * 128
+    assert only(found, target="attn_rope").traffic == 2 * 4 * 1000 * heads
+    assert only(found, target="mlp_act").traffic == 3 * 4 * 1000 * 16384 // 2
+
+
 def test_vidur_workers_beyond_a_node_are_on_several(tmp_path):
     folder = write(
         tmp_path / "vidur", "network_a100_dgx_all_reduce.csv",
@@ -282,6 +298,34 @@ def test_no_product_is_faster_than_its_gpu(data, name):
         if row.op_class in ("matmul", "batched_matmul"):
             rate = signature_of(row).flops(1) / row.seconds
             assert rate < 1.2 * load_profile(row.device).peak(row.dtype), row
+
+
+def test_a_softmax_is_one_kernel_in_16_bits_and_in_blocks_of_four_heads(tmp_path):
+    folder = write(
+        tmp_path / "sailor", "ops_OPT-30_mixed.csv",
+        "model gpu precision micro_batch tp op_name forward_us backward_us input_mb output_mb "
+        "weights_mb activations_mb",
+        "OPT-30 A100-40 fp16 1 2 enc-attention-softmax 100 200 1 1 1 1",  # 28 heads
+        "OPT-30 A100-40 fp16 1 4 enc-attention-softmax 1000 2000 1 1 1 1",  # 14
+        "OPT-30 A100-40 fp32 1 2 enc-attention-softmax 400 800 1 1 1 1",
+    )  # fmt: skip
+    found = import_folder("sailor", folder)
+    assert [r.seconds for r in found.records] == [pytest.approx(1e-4), pytest.approx(2e-4)]
+    assert found.skipped == {
+        ("op", "several ops in one row (scores scaled, masked and softmax apart)"): 4
+    }
+
+
+def test_sailor_ops_of_ten_seconds_were_not_run(tmp_path):
+    folder = write(
+        tmp_path / "sailor", "ops_OPT-350_mixed.csv",
+        "model gpu precision micro_batch tp op_name forward_us backward_us input_mb output_mb "
+        "weights_mb activations_mb",
+        "OPT-350 A100-40 fp16 1 1 enc-attention-softmax 10000000.000 9999999 1 1 1 1",
+    )  # fmt: skip
+    found = import_folder("sailor", folder)
+    assert only(found).phase == "B"
+    assert found.skipped == {("op", "a placeholder: too large to run"): 1}
 
 
 def test_sailor_products_have_one_gradient_and_tf32_where_there_is(tmp_path):

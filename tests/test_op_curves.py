@@ -5,7 +5,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibration.op_growth import GRIDS, MOST_FALL, worst_fall
+from calibration.op_growth import (
+    GRIDS,
+    MOST_FALL,
+    MOST_RISE,
+    toned_down,
+    worst_fall,
+    worst_rise,
+)
 from simcore import profile_store
 from simcore.errors import ProfileError
 from simcore.op_curves import CostSource, Query, device_of, op_costs, predict, work_of
@@ -122,6 +129,26 @@ def test_every_shipped_curve_is_finite_positive_and_grows_with_every_size():
         assert fall <= MOST_FALL + 0.02, where  # + rounding, and peaks other than the fit's
         number += 1
     assert number > 300
+
+
+def test_no_shipped_curve_runs_away_beyond_the_data():
+    """Seconds per FLOP or byte: corrections add 1.25 at most, leaving the cache a factor of 4."""
+    for profile, op_class, dtype, tagged in shipped_curves():
+        where, device = (profile.kind, op_class, dtype), device_of(profile, dtype)
+        assert worst_rise(tagged.value, op_class, dtype) <= MOST_RISE + 0.02, where
+        if op_class in GRIDS:
+            continue
+        large = np.exp2(np.arange(26, 41))
+        per_byte = seconds(tagged.value, Work({}, large, dtype), device) / large
+        assert (per_byte[1:] <= 1.25 * per_byte[:-1]).all(), where
+
+
+def test_a_rise_beyond_the_data_is_seen_and_toned_down():
+    ladder = Surface(("work",), ((40.0, 50.0),), (0.0, 3.0))
+    curve = OpCurve("tiles", dict(DEFAULTS["tiles"]), (ladder,))
+    assert worst_rise(curve, "matmul", "fp16") > 1.0
+    assert worst_rise(toned_down(curve, "matmul", "fp16", A100), "matmul", "fp16") <= MOST_RISE
+    assert worst_rise(defaults("tiles"), "matmul", "fp16") == 0.0
 
 
 def test_a_fall_is_seen():

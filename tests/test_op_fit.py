@@ -135,6 +135,17 @@ def test_rows_that_the_host_hides_are_left_out():
     assert sorted(samples.seconds) == [41e-6 * ABOVE_FLOOR, 1e-3]
 
 
+def test_backwards_have_a_host_floor_of_their_own():
+    loop = {"contains": "kernel+launch+sync"}
+    many = [
+        record(seconds, dims={"m": m, "n": 1, "k": 1}, phase=phase, factor=factor, **loop)
+        for phase, factor, times in (("F", 1.0, [40e-6] * 60), ("B", 2.0, [130e-6] * 60 + [1e-3]))
+        for m, seconds in enumerate(times, 1)
+    ]
+    _, samples = one(many)
+    assert samples.seconds.tolist() == [0.5e-3]  # of one of the two products
+
+
 def test_held_out_groups_are_whole_and_the_largest_sizes_are_apart():
     samples = products(500, 0.05)
     errors = op_fit.held_out(samples, None)
@@ -170,6 +181,22 @@ def test_a_kind_with_rows_is_fitted_and_others_borrow_with_wider_error(small_fit
     assert fitted.relative_error < sibling.relative_error < stranger.relative_error
     assert "T4-16GB" in sibling.source
     assert "CPU-2x-EPYC-7742" not in curves
+
+
+def test_own_rows_are_kept_where_the_class_predicts_them_worse_and_else_the_class_is():
+    """The class is of one GPU; a second has rows of its own: with little noise, or with much."""
+    mine = {noise: products(60, noise, H100, {"compute": 0.8}, seed=3) for noise in (0.02, 0.9)}
+    other = op_fit.ClassCurve(fit_curve(products(300, 0.02), surfaces=False), ("A100",), None, {})
+    key = Key("matmul", "fp16", "H100-SXM5-80GB")
+    kept, left = (
+        op_fit._fitted(key, samples, {("matmul", "16-bit"): other}, "here", {})
+        for samples in (mine[0.02], mine[0.9])
+    )
+    assert kept is not None
+    assert (
+        kept.value.held_out["device left out"].median > kept.value.held_out["interpolation"].median
+    )
+    assert left is None
 
 
 def test_written_curves_are_read_again_and_the_rest_of_the_file_stays(small_fit, tmp_path):

@@ -1,5 +1,7 @@
 """Sailor: operators, layers, collectives and links of seven GPU kinds.
 
+Ops that were too large to run have a time of exactly 10 s, and are no measurement.
+
 Two things that the tables do not say follow from rates above the peaks. The backward of a product
 with weights has one gradient, not two: an A100 would do 481 TFLOP/s in fp16 otherwise, 2.02 times
 its forward, and all GPUs show the same 2 (the products of attention do not). And the fp32 products
@@ -25,6 +27,7 @@ MODELS = {"OPT-350": (1024, 16), "OPT-30": (7168, 56)}
 _TF32 = frozenset({"A100-SXM4-40GB", "A100-SXM4-80GB", "GH200-96GB", "RTX-3090-24GB"})
 # two RTX 3090 reach 49 GB/s, more than PCIe carries: a bridge of four bricks; four GPUs do not
 _PAIRS = {"RTX-3090-24GB": "NVLink3-bridge-4"}
+_PLACEHOLDER_US = 1e7
 _FITTED_MIB = tuple(2**power for power in range(11))  # range of the measured links
 
 
@@ -53,9 +56,14 @@ def _read_ops(importer: Importer, path: Path, result: Imported) -> None:
             product_dtype="tf32" if dtype == "fp32" and device in _TF32 else dtype,
             input_gradient_only=True,
         )  # fmt: skip
-        seconds = (row.number(f"{way}_us") * US for way in ("forward", "backward"))
+        seconds = (_seconds(row, f"{way}_us") for way in ("forward", "backward"))
         common = importer.fields(path, device=device)
         transformer_rows.add_rows(result, layer, row["op_name"], seconds, common)
+
+
+def _seconds(row: Row, column: str) -> float | None:
+    microseconds = row.number(column)
+    return None if microseconds == _PLACEHOLDER_US else microseconds * US
 
 
 def _read_layers(importer: Importer, path: Path, result: Imported) -> None:

@@ -19,6 +19,8 @@ from calibration.importers.source import (
 
 SUMMED = "contains a collective over the tensor-parallel group"
 MIXED = "several ops in one row (logits and loss)"
+APART = "several ops in one row (scores scaled, masked and softmax apart)"
+NOT_RUN = "a placeholder: too large to run"
 GRADIENT = "the backward of the embedding or the last norm holds work of other ops"
 
 
@@ -113,6 +115,17 @@ def _inner(layer: Layer) -> tuple[int, int]:
     return layer.tokens, 4 * layer.hidden // layer.shards
 
 
+def _softmax(layer: Layer) -> tuple[Phase, Phase]:
+    """Megatron's causal kernel reads the half below the diagonal (the times are too short for all).
+
+    It takes 16-bit scores of a number of heads that its blocks of four divide. Else the ops are
+    apart: on all GPUs of the tables such rows take four (fp32) to twelve times as long.
+    """
+    if DTYPE_BYTES[layer.dtype] != 2 or layer.products % 4:
+        return ("F", APART), ("B", APART)
+    return _passes("softmax", 1.5, 2.0, _scores)(layer)
+
+
 def _embedding(layer: Layer) -> tuple[Phase, Phase]:
     fields = elements_fields("embedding", layer.dtype, 2.0, *_states(layer))
     return ("F", SUMMED if layer.shards > 1 else fields), ("B", GRADIENT)
@@ -130,9 +143,7 @@ _OPS: dict[str, Callable[[Layer], tuple[Phase, Phase]]] = {
     "MLP-GEMM-2": lambda s: _product(s, s.hidden, 4 * s.hidden, column=False),
     "attention-score": lambda s: _attention_product(s, s.length, s.hidden // s.heads),
     "attention-context": lambda s: _attention_product(s, s.hidden // s.heads, s.length),
-    # Megatron's causal kernel reads the half below the diagonal: more than the memory's bandwidth
-    # would follow otherwise
-    "attention-softmax": _passes("softmax", 1.5, 2.0, _scores),
+    "attention-softmax": _softmax,
     "attention-dropout": _masked(2.0, 2.0, _scores),
     "MLP-gelu": _passes("pointwise", 2.0, 3.0, _inner),
     "post-attention-dropout": _masked(3.0, 2.0, _states),  # and the sum with the residual
@@ -146,9 +157,21 @@ _OPS: dict[str, Callable[[Layer], tuple[Phase, Phase]]] = {
 
 
 def add_rows(
-    result: Imported, layer: Layer, op_name: str, seconds: Iterator[float], common: dict[str, Any]
+    result: Imported,
+    layer: Layer,
+    op_name: str,
+    seconds: Iterator[float | None],
+    common: dict[str, Any],
 ) -> None:
-    """Adds the records of one row; ``seconds`` gives the forward's, then the backward's."""
+    """Adds the records of one row.
+
+    Args:
+        result: to add to.
+        layer: what the row is of.
+        op_name: as in the row.
+        seconds: the forward's, then the backward's; None where it was not run.
+        common: fields that all records of the file have.
+    """
     phases = records(layer, op_name)
     if phases is None:
         result.skip(f"unknown op {op_name}", 2)
@@ -156,5 +179,7 @@ def add_rows(
     for (phase, fields), time in zip(phases, seconds, strict=True):
         if isinstance(fields, str):
             result.skip(fields)
+        elif time is None:
+            result.skip(NOT_RUN)
         else:
             result.add(**common, **fields, phase=phase, target=op_name, seconds=time)

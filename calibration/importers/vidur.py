@@ -1,4 +1,11 @@
-"""Vidur: ops of language models on one GPU (fp16, forward), all-reduce and send/recv."""
+"""Vidur: ops of language models on one GPU (fp16, forward), all-reduce and send/recv.
+
+Two things that the tables do not say follow from the rates. phi-2 runs attention and MLP side by
+side, and its ``add`` sums both with the residual: two additions, else they would have half the
+bandwidth of other models'. And the serving kernels of the rotary embedding and of the gated
+activation move single 2-byte elements: an A100 would reach 0.9 and 1.0 TB/s with them, an H100 1.5
+and 1.9, half of what their additions do. Their bytes are counted as those of 4-byte elements.
+"""
 
 import re
 from pathlib import Path
@@ -20,6 +27,8 @@ _OPS = (
     "emb", "input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj",
     "post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add",
 )  # fmt: skip
+_PARALLEL = ("phi-2",)  # models whose attention and MLP are side by side
+_ONE_BY_ONE = 2  # what moving single 2-byte elements costs over moving several at once
 _SIZES = (
     "n_head n_kv_head n_embd n_expanded_embd vocab_size use_gated_mlp num_tokens "
     "num_tensor_parallel_workers"
@@ -34,7 +43,7 @@ _MACHINES = {
 }
 
 
-def _fields(row: Row, op: str) -> dict[str, Any]:
+def _fields(row: Row, op: str, *, parallel: bool) -> dict[str, Any]:
     """Returns what one op of a row is; heads and inner width are split over the workers."""
     tokens, shards = row.whole("num_tokens"), row.whole("num_tensor_parallel_workers")
     heads, kv_heads = row.whole("n_head"), row.whole("n_kv_head")
@@ -50,9 +59,9 @@ def _fields(row: Row, op: str) -> dict[str, Any]:
     if op in products:
         return matmul_fields(tokens, *products[op], "fp16")
     others = {  # class, tensors read and written, width
-        "mlp_act": ("pointwise", 3 if gated else 2, inner),
-        "attn_rope": ("pointwise", 2, queries + keys),
-        "add": ("pointwise", 3, hidden),
+        "mlp_act": ("pointwise", 3 * _ONE_BY_ONE if gated else 2, inner),
+        "attn_rope": ("pointwise", 2 * _ONE_BY_ONE, queries + keys),
+        "add": ("pointwise", 6 if parallel else 3, hidden),
         "emb": ("embedding", 2, hidden),
     }
     op_class, passes, cols = others.get(op, ("normalisation", 2, hidden))
@@ -64,6 +73,7 @@ def _read_compute(importer: Importer, path: Path, result: Imported) -> None:
     device = device_of(found[1]) if found else None
     optional = " ".join(f"{op}_{kind}_ms" for op in _OPS for kind in ("median", "std"))
     common = importer.fields(path, device=device, phase="F")
+    parallel = path.stem.endswith(_PARALLEL)
     for row in read_table(path, _SIZES, optional):
         present = [op for op in _OPS if row.get(f"{op}_median_ms")]
         if device is None:
@@ -72,7 +82,8 @@ def _read_compute(importer: Importer, path: Path, result: Imported) -> None:
         for op in present:
             spread = row.number(f"{op}_std_ms") * MS if row.get(f"{op}_std_ms") else None
             seconds = row.number(f"{op}_median_ms") * MS
-            result.add(**common, **_fields(row, op), target=op, seconds=seconds, spread=spread)
+            fields = _fields(row, op, parallel=parallel)
+            result.add(**common, **fields, target=op, seconds=seconds, spread=spread)
 
 
 def _topology(row: Row, source: str) -> tuple[str, str] | None:
