@@ -90,6 +90,8 @@ def _add_validate(inner: Subparsers) -> None:
                         help=f"folder with one folder for each data set ({DATA})")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="write pictures of predicted against measured here")  # fmt: skip
+    parser.add_argument("--without-runs", action="store_true",
+                        help="leave out published training runs, which take minutes")  # fmt: skip
     parser.set_defaults(run=_validate)
 
 
@@ -122,13 +124,16 @@ def _import(args: argparse.Namespace) -> Answer:
     found = _read(args)
     records = [record for imported in found.values() for record in imported.records]
     records = merge_duplicates(records) if args.merge else records
-    if args.out is not None:
-        write_records(records, args.out)
-        note(f"wrote {args.out}")
+    out = args.out if records else None  # what an earlier import wrote is kept
+    if out is not None:
+        write_records(records, out)
+        note(f"wrote {out}")
+    elif args.out is not None:
+        note(f"found no records; {args.out} is not written")
     data = {
         "sources": {name: _counts(imported) for name, imported in found.items()},
         "records": len(records),
-        "out": None if args.out is None else str(args.out),
+        "out": None if out is None else str(out),
     }
     return Answer(data=data, show=lambda: _show_import(found), status=OK if records else FAILED)
 
@@ -328,12 +333,13 @@ def _validate(args: argparse.Namespace) -> Answer:
     from calibration.pictures import draw
     from calibration.validate import validate
 
-    found = validate(args.data, lambda name: note(f"{name} ..."))
+    found = validate(args.data, lambda name: note(f"{name} ..."), published=not args.without_runs)
     if found.absent:
         note(f"nothing of {', '.join(found.absent)}")
     pictures = [] if args.out is None else draw(found, args.out)
     data = found.result() | {"pictures": [str(path) for path in pictures]}
-    status = OK if any(score.predicted for score in found.scores.values()) else FAILED
+    cases = [result["cases"] for result in data["sources"].values()]
+    status = OK if any(cases) else FAILED
     return Answer(data=data, show=lambda: _show_validation(found), status=status)
 
 
@@ -346,3 +352,24 @@ def _show_validation(found: Validation) -> None:
         ]
         rows.append([name, f"{result['cases']:,}", f"{result['coverage']:.0%}", *shown])
     show_table(["source", "cases", "coverage", "median", "mean", "p90", "bias"], rows)
+    if any(score.runs for score in found.runs.values()):
+        _show_cells(found)
+
+
+def _show_cells(found: Validation) -> None:
+    """Shows ranks inside cells, of the simulator and of the closed form (in brackets)."""
+    rows = []
+    for name, score in sorted(found.runs.items()):
+        result = score.result()
+        other = result["baseline"]
+        if not result["cells"]:
+            continue
+        rows.append([
+            name, str(result["cells"]),
+            f"{result['mean']:.1%} ({other['mean']:.1%})",
+            f"{result['rank_correlation']:.3f} ({other['rank_correlation']:.3f})",
+            f"{result['regret']:.1%} ({other['regret']:.1%})",
+            f"{result['worst_regret']:.1%} ({other['worst_regret']:.1%})",
+        ])  # fmt: skip
+    columns = ["runs (closed form)", "cells", "mean", "rank correlation", "regret", "worst"]
+    show_table(columns, rows, right={1, 2, 3, 4, 5})

@@ -72,12 +72,14 @@ def one_device(graph: OpGraph, plan: Plan, stage: NDArray[np.int32]) -> OneDevic
         stage: of each placement unit, [unit].
 
     Raises:
-        PlanError: an axis without groups, or a group that the graph does not have.
+        PlanError: a group that the graph does not have, an axis whose groups its size does not
+            divide, or stages with the same devices in different meshes.
         GraphError: a graph that cannot be sharded.
     """
     if not is_sharded(plan):
         base = np.arange(graph.num_ops, dtype=np.int32)
         return OneDevice(graph, stage, base, {}, (), 1)
+    _check_ranks(plan)
     linkage = linkage_of(graph)
     names = tuple(
         dict.fromkeys(axis for each in plan.stages for axis in each.mesh or {} if axis != DATA)
@@ -92,10 +94,47 @@ def one_device(graph: OpGraph, plan: Plan, stage: NDArray[np.int32]) -> OneDevic
             )
         )
     local = local_graph(graph, linkage, axes, stage)
+    _check_split(plan, linkage, axes, np.array(local.states.choice), stage[graph.unit])
     of_unit = np.zeros(local.graph.num_units, np.int32)
     known = local.base >= 0
     of_unit[local.graph.unit[known]] = stage[graph.unit[local.base[known]]]
     return OneDevice(local.graph, of_unit, local.base, local.communication, names, local.samples)
+
+
+def _check_ranks(plan: Plan) -> None:
+    """Refuses stages on the same devices whose meshes differ; a rank sums in one way."""
+    first: dict[tuple[str, ...], int] = {}
+    meshes = plan_meshes(plan)
+    for number, stage in enumerate(plan.stages):
+        other = first.setdefault(stage.devices, number)
+        if (meshes[number].names, meshes[number].sizes) != (
+            meshes[other].names,
+            meshes[other].sizes,
+        ):
+            raise PlanError(
+                f"stages {plan.stages[other].name!r} and {stage.name!r} share their devices, but "
+                f"have the meshes {plan.stages[other].mesh} and {stage.mesh}"
+            )
+
+
+def _check_split(
+    plan: Plan,
+    linkage: Linkage,
+    axes: Sequence[Sequence[Axis]],
+    choice: NDArray[np.int64],
+    stage_of_op: NDArray[np.int32],
+) -> None:
+    """Refuses an axis whose devices would all do the same; `choice` is of `States`, [op, axis]."""
+    for number, stage in enumerate(plan.stages):
+        taken = (choice[stage_of_op == number] >= 0).any(axis=0)
+        for axis, is_taken in zip(axes[number], taken, strict=True):
+            if axis.size > 1 and axis.groups and not is_taken:
+                sizes = {linkage.groups[group].size for group in axis.groups}
+                words = ", ".join("the batch" if b else str(a) for a, b in sorted(sizes))
+                raise PlanError(
+                    f"stage {stage.name!r}: axis {axis.name!r} of {axis.size} devices divides none "
+                    f"of its groups in any op (sizes {words})"
+                )
 
 
 def make_axis(linkage: Linkage, name: str, size: int, groups: Sequence[str]) -> Axis:

@@ -73,6 +73,9 @@ def check_timeline(events: Sequence[dict[str, Any]]) -> None:
         (["--graph", SOURCE, "--device", "cuda"], 1, "this machine has 0"),
         (["--graph", SOURCE, "--backend", "nccl"], 1, "every rank needs a GPU of its own"),
         ([], 2, "needs a model by name or a factory"),
+        (["--graph", SOURCE, "--record", "no/such/r.jsonl"], 2, "no such folder: no/such"),
+        (["--graph", SOURCE, "--trace", "."], 2, "cannot be written"),
+        (["--graph", SOURCE, "--trace", "x.json", "--record", "./x.json"], 2, "would overwrite"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(

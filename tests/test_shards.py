@@ -7,11 +7,17 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from agents.planners.recorder import Budget
+from agents.planners.sharding import Shardings
+from agents.planners.space import PlacementSpace
 from simcore.cluster import Cluster, Device, Link
 from simcore.errors import GraphError, PlanError
+from simcore.frontends.torch_capture import capture
 from simcore.graph import OpGraph, Phase
 from simcore.job import Job
+from simcore.lower import Problem
 from simcore.plan import RANK_HOSTS, Plan, Settings, Stage
 from simcore.plan_summary import explain
 from simcore.shard_summary import explain_sharding, layout_name
@@ -21,9 +27,11 @@ from simcore.shards import linkage_of, make_axis, one_device, sharded_plan
 from simcore.simulation import simulate
 from simcore.sources import load_graph
 from tests.networks import star
+from tests.sharded_models import JOB, Language
 
 V100 = "V100-SXM2-16GB"
 LAYERS = 12  # of gpt2
+TOKENS = torch.zeros(JOB.batch or 1, 32, dtype=torch.long)
 
 
 class Case(NamedTuple):
@@ -228,6 +236,61 @@ def test_groups_that_do_not_exist_are_named():
     plan = msgspec.structs.replace(plan, stages=(stage,))
     with pytest.raises(PlanError, match="no linkage group 'nobody:0'"):
         simulate(graph, cluster, job, plan)
+
+
+def test_an_axis_whose_devices_would_all_do_the_same_is_refused():
+    graph, job = case("gpt2")
+    plan, cluster = plan_of("gpt2", 5, {"tp": ("tensor", 5)})  # 12 heads, widths of 3072
+    with pytest.raises(PlanError, match=r"'stage0': axis 'tp' of 5 devices divides none"):
+        simulate(graph, cluster, job, plan)
+
+
+def _with_stage(plan: Plan, number: int, **changes: object) -> Plan:
+    stages = list(plan.stages)
+    stages[number] = msgspec.structs.replace(stages[number], **changes)
+    return msgspec.structs.replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_stages_that_share_a_parameter_need_equal_meshes(number):
+    model = Language(2)
+    model.head.weight = model.table.weight
+    graph = capture(model, {"ids": TOKENS, "target": TOKENS}, JOB, name="tied")
+    cluster = cluster_of(4)
+    early = [unit < graph.num_units // 2 for unit in range(graph.num_units)]
+    linkage = linkage_of(graph)
+    groups = style_groups("tensor", find_roles(graph, linkage))
+    split = Stage(devices=(), mesh={"dp": 1, "tp": 2},
+                  sharding={"tp": tuple(linkage.groups[g].name for g in groups)})  # fmt: skip
+    stages = tuple(
+        msgspec.structs.replace(
+            split if part == number else Stage(devices=(), mesh={"dp": 2}),
+            name=f"s{part}",
+            devices=cluster.device_names[2 * part : 2 * part + 2],
+            ops=tuple(n for n, e in zip(graph.unit_names, early, strict=True) if e == (part == 0)),
+        )
+        for part in range(2)
+    )
+    plan = Plan.data_parallel(graph, cluster, JOB, cluster.device_names)
+    plan = msgspec.structs.replace(plan, stages=stages, microbatches=2, schedule="1f1b")
+    with pytest.raises(PlanError, match=r"'table.weight' is used by stages 0 and 1, which split"):
+        simulate(graph, cluster, JOB, plan)
+
+
+def test_stages_of_one_rank_have_one_mesh():
+    graph, job = case("gpt2")
+    plan, cluster = _stages(2, "tensor")
+    plan = _with_stage(plan, 1, devices=plan.stages[0].devices, mesh={"dp": 4}, sharding={})
+    with pytest.raises(PlanError, match=r"stages 's0' and 's1' share their devices, but have the"):
+        simulate(graph, cluster, job, plan)
+
+
+def test_a_search_without_budget_says_so():
+    graph, job = case("gpt2")
+    space = PlacementSpace.build(Problem.build(graph, cluster_of(2), job))
+    shardings = Shardings(space=space)
+    shardings.run(Budget(evaluations=0))
+    assert shardings.note == "the budget ended before anything was tried"
 
 
 def test_a_graph_of_measured_seconds_cannot_be_sharded():

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -92,6 +93,17 @@ def test_a_loop_of_calls_cannot_be_shorter_than_its_host():
     )  # fmt: skip
     (seconds,) = op_seconds(load_profile(tiny.device), [tiny])
     assert seconds == IMPORTERS["aceso_v100"].floor["F"]
+
+
+@pytest.mark.parametrize("source", ["aceso_v100", "deepbench", "sailor"])
+def test_in_a_loop_of_calls_the_host_launches_beside_the_kernels(source):
+    profile = load_profile("V100-SXM2-32GB")
+    large = record(
+        device=profile.kind, contains="kernel+launch+sync", source=f"{source}/x.csv", dtype="fp16",
+        dims={"m": 4096, "n": 4096, "k": 4096},
+    )  # fmt: skip
+    (kernel,) = op_seconds(profile, [msgspec.structs.replace(large, contains="kernel")])
+    assert op_seconds(profile, [large]) == [kernel]
 
 
 def test_a_curve_of_the_machine_goes_before_that_of_its_kind():
@@ -189,6 +201,16 @@ def test_a_picture_is_drawn_for_each_source(small, tmp_path):
         "collectives-aiconfigurator.png", "collectives-vtrain.png", "ops-aiconfigurator.png",
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_an_import_that_finds_nothing_keeps_the_file(tmp_path, capsys):
+    out = tmp_path / "records.jsonl"
+    out.write_text("what was there\n")
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    trace = str(tmp_path / "trace.json")
+    assert main(["calibrate", "import", "kineto", trace, "--out", str(out)]) == 1
+    assert "found no records" in capsys.readouterr().err
+    assert out.read_text() == "what was there\n"
 
 
 def test_import_writes_records(small, tmp_path, capsys):

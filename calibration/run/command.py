@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,9 +95,7 @@ def _run(args: argparse.Namespace) -> Answer:
         raise UsageError(
             f"{args.plan}: a run needs a model by name or a factory (--graph), not a graph file"
         )
-    for path in (args.trace, args.record):
-        if path is not None and path.exists() and path.samefile(args.plan):
-            raise UsageError(f"{path}: would overwrite the plan")
+    _check_outputs(args)
     graph, cluster = plan_graph(args, plan), plan_cluster(args, plan)
     predicted = simulate(graph, cluster, plan.job, plan)
     if plan.settings.order != "program":
@@ -115,6 +114,25 @@ def _run(args: argparse.Namespace) -> Answer:
         write_timeline(args.trace, measured, ranks.names)
         note(f"wrote {args.trace}")
     return Answer(data=to_builtins(record), show=lambda: _show(record))
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Refuses files that cannot be written before minutes of measuring are spent."""
+    if args.trace is not None and args.record is not None and _is_same(args.trace, args.record):
+        raise UsageError(f"{args.trace}: the trace would overwrite the record")
+    for path in (args.trace, args.record):
+        if path is None:
+            continue
+        if _is_same(path, args.plan):
+            raise UsageError(f"{path}: would overwrite the plan")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: no such folder: {path.parent}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{path}: cannot be written")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve()
 
 
 def _show(record: RunRecord) -> None:

@@ -297,8 +297,8 @@ class _Writer:
             if mine.size != other.size and max(states) >= 0:
                 raise PlanError(
                     f"{self.graph.tensor_names[tensor]!r} is used by stages {home} and {here}, "
-                    f"which split it over {mine.size} and {other.size} devices along {mine.name!r}; "
-                    "stages that share a parameter need equal meshes"
+                    f"which split it over {mine.size} and {other.size} devices along "
+                    f"{mine.name!r}; stages that share a parameter need equal meshes"
                 )
 
     def _sizes(self, part: int) -> tuple[int, ...]:
