@@ -50,10 +50,10 @@ class Config(ppo.Config):
     NAME: ClassVar[str] = "eagle"
     GROUPS: ClassVar[int] = 512  # units that the grouper groups, at most
 
-    learning_rate: float = option(1e-3, "of Adam", least=0, above=True)
+    learning_rate: float = option(5e-3, "of Adam", least=0, above=True)
     start_weight: float = option(0.9, "probability of a given start, at first", least=0, most=0.999)
     entropy_weight: float = option(0.1, "of the entropy bonus, per nat and decision", least=0)
-    noise: float = option(1.0, "groups of a placement placed uniformly, as Post mixes", least=0)
+    noise: float = option(2.0, "groups of a placement placed uniformly, as Post mixes", least=0)
     patience: int = option(40, "iterations without a better placement that end a life", least=1)
     baseline: Literal["ema"] = option("ema", "what a reward is compared with")
     algorithm: Literal["reinforce", "ppo", "ppo+ce"] = option(

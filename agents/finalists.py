@@ -1,11 +1,13 @@
 """The best placements a learner has met: rewards may be cheap, so the best are simulated again."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agents.task import Evaluation
+from simcore.errors import UsageError
 
 
 class Finalist(NamedTuple):
@@ -59,3 +61,22 @@ class Finalists:
     def restore(self, state: list[Any]) -> None:
         """Takes up what a checkpoint kept."""
         self.ranked = tuple(Finalist(a, b, c, tuple(d)) for a, b, c, d in state)
+
+
+class Searched(NamedTuple):
+    """What a run found that keeps no checkpoint."""
+
+    finalists: tuple[Finalist, ...]  # best first
+    iterations: int
+    evaluations: int
+    interrupted: bool  # whether Ctrl-C ended it
+
+
+def refuse_folder(name: str, folder: Path | None, *, resume: bool) -> None:
+    """Refuses a folder for a learner that keeps no checkpoints.
+
+    Raises:
+        UsageError: there is a folder.
+    """
+    if folder is not None or resume:
+        raise UsageError(f"{name} keeps no checkpoints: run it without --folder and --resume")

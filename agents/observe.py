@@ -48,6 +48,14 @@ def group_features(grouping: Grouping) -> NDArray[np.float32]:
     return np.stack(features, axis=1).astype(np.float32)
 
 
+def group_classes(grouping: Grouping) -> NDArray[np.float32]:
+    """Returns how many ops of each class every group has, [group, class]."""
+    graph = grouping.space.problem.graph
+    counts = np.zeros((grouping.num_groups, len(OpClass)), np.float32)
+    np.add.at(counts, (grouping.group[graph.unit], graph.op_class), 1.0)
+    return counts
+
+
 def _total(
     label: NDArray[np.integer], values: NDArray[np.float64], size: int
 ) -> NDArray[np.float64]:

@@ -144,8 +144,9 @@ def compare(now: Decided, old: Decided, worth: Worth, *, clip: float) -> Compare
         ))  # fmt: skip
     total = max(1, sum(part.size for part in parts))
     weights = [part.size / total for part in parts]
+    share = parts[-1].size / total
     zero = torch.zeros(())
-    loss = sum((part.loss * w for part, w in zip(parts, weights, strict=True)), zero)
+    loss = sum((part.loss * (w / share) for part, w in zip(parts, weights, strict=True)), zero)
     kl = sum(float(part.approx_kl.detach()) * w for part, w in zip(parts, weights, strict=True))
     far = sum(
         float(part.clip_fraction.detach()) * w for part, w in zip(parts, weights, strict=True)

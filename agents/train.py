@@ -20,10 +20,11 @@ from torch import nn
 
 from agents import checkpoint, contrastive, ppo
 from agents.agent_options import SYSTEMS
+from agents.decode import coherent, fitted
 from agents.diagnostics import Diagnostics, Journal
 from agents.networks.inputs import Inputs
 from agents.observe import observe
-from agents.policy import Actor, drawing, likeliest
+from agents.policy import Actor, likeliest
 from agents.task import PlacementTask
 from agents.teachers import annealed, renumbered
 from agents.torch_state import seeded, torch_threads
@@ -60,6 +61,8 @@ class Trained:
     def propose(self, task: PlacementTask, num: int, seed: int) -> np.ndarray[Any, Any]:
         """Returns placements, int64 [plan, group], without any training: the likeliest, then draws.
 
+        Groups that are estimated not to fit where they are drawn are moved (`agents.decode`).
+
         Args:
             task: any task.
             num: of placements.
@@ -73,9 +76,8 @@ class Trained:
         actions = [actor.decide(likeliest).actions]
         if num > 1:
             generator = torch.Generator().manual_seed(seed)
-            actions.append(actor.decide(drawing(num - 1, generator)).actions)
-        placements: np.ndarray[Any, Any] = actor.place(torch.cat(actions)).numpy()
-        return placements
+            actions.append(actor.decide(coherent(num - 1, generator)).actions)
+        return fitted(task.grouping, actor.place(torch.cat(actions)).numpy())
 
     def tuned(
         self, task: PlacementTask, evaluations: int, seed: int, **changes: Any

@@ -1,16 +1,18 @@
-"""Do learners pay: ``python -m bench.learners`` compares them with annealing at equal evaluations.
+"""Do learners pay: ``python -m bench.learners`` compares methods at equal budgets.
 
 A cell is a model, a method and a seed. All methods begin at the best placement of the constructive
 planners, whose evaluations count for none of them. They search under the contention that policies
 train on (`agents.fidelity`); the best that they met are simulated again under the default, and that
-decides. A finished cell is stored at once, and skipped where it is stored: its key has the method's
-sources (those in `agents`), the problem, and what the simulator says about the start. ``--minutes``
-runs what fits; what did not is shown empty.
+decides. Budgets are equal evaluations or, with ``--seconds``, equal seconds; m-SCT and METIS make
+their few proposals and stop. A finished cell is stored at once, and skipped where it is stored: its
+key has the method's sources (those in `agents`), the problem, and what the simulator says about the
+start. ``--minutes`` runs what fits; what did not is shown empty.
 """
 
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import statistics
 import sys
@@ -23,12 +25,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agents.fidelity import training_settings
+from agents.planners import learned
 from agents.planners.anneal import Anneal
 from agents.planners.cross_entropy import CrossEntropy
+from agents.planners.m_sct import MSct
+from agents.planners.mcmc import Mcmc
+from agents.planners.metis import Metis
 from agents.planners.policy_gradient import PolicyGradient
+from agents.planners.post import post
 from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace, Planner
 from agents.portfolio_search import BASELINES, CONSTRUCTIVE, SHARES
+from bench.intervals import summary
 from simcore import Cluster, Problem, Settings
 from simcore.atomic import write_whole
 from simcore.cluster import resolve
@@ -49,6 +57,14 @@ class Step(NamedTuple):
 
     planner: Planner
     share: float = 1.0
+    repeats: bool = True  # whether it may begin again where it gave up early
+
+
+class Limits(NamedTuple):
+    """What a cell may spend; None = as much as it likes."""
+
+    evaluations: int | None
+    seconds: float | None
 
 
 LEAN = Step(CrossEntropy(), SHARES["cross_entropy"])
@@ -58,6 +74,16 @@ METHODS: dict[str, tuple[Step, ...]] = {
     "cross_entropy": (Step(CrossEntropy()),),
     "cross_entropy+anneal": (LEAN, Step(Anneal())),
     "ppo": (Step(PolicyGradient()),),
+    "eagle": (Step(learned.eagle()),),
+    "mars": (Step(learned.mars()),),
+    "post": (Step(post()),),
+    "hierarchical": (Step(learned.hierarchical()),),
+    "reinforce": (Step(learned.reinforce()),),
+    "placeto": (Step(learned.placeto()),),
+    "gdp": (Step(learned.gdp()),),
+    "mcmc": (Step(Mcmc()),),
+    "m_sct": (Step(MSct(), repeats=False),),
+    "metis": (Step(Metis(), repeats=False),),
     "cross_entropy+ppo+anneal": (LEAN, Step(PolicyGradient(), SHARES["ppo"]), Step(Anneal())),
 }
 
@@ -134,13 +160,15 @@ def code_of(method: str) -> str:
     modules = frozenset[str]()
     for planner in planners:
         modules = sources(type(planner).__module__, modules)
+        modules = sources(f"agents.{getattr(planner, 'system', '')}", modules)
     texts = [path_of(module).read_text() for module in sorted(modules)]
     return digest([repr(steps), repr(FINALISTS), *texts])
 
 
 def slot_of(cell: Cell) -> Slot:
     """Returns what a table has one cell of."""
-    return tuple(cell[key] for key in ("model", "cluster", "method", "evaluations", "seed"))
+    limit = (cell["evaluations"] or 0, cell.get("budget_seconds") or 0)
+    return (cell["model"], cell["cluster"], cell["method"], *limit, cell["seed"])
 
 
 # what a cell holds
@@ -154,16 +182,17 @@ def started(space: PlacementSpace, seed: int) -> Recorder:
     return recorder
 
 
-def search(space: PlacementSpace, method: str, evaluations: int, seed: int) -> tuple[Recorder, int]:
+def search(space: PlacementSpace, method: str, limits: Limits, seed: int) -> tuple[Recorder, int]:
     """Returns what a method finds and the evaluations it made.
 
     A learner that gives up early begins again, near the best so far, until all is spent.
     """
-    recorder, budget = started(space, seed), Budget(evaluations=evaluations)
+    recorder = started(space, seed)
+    budget = Budget(limits.seconds, limits.evaluations)
     steps, rng = METHODS[method], np.random.default_rng([seed, 100])
     for step in steps:
         step.planner.search(space, rng, budget.part(step.share), recorder)
-    while steps and budget.left():
+    while steps and steps[-1].repeats and budget.left():
         before = budget.used
         steps[-1].planner.search(space, rng, budget, recorder)
         if budget.used == before:
@@ -183,16 +212,24 @@ def final_time(full: PlacementSpace, recorder: Recorder) -> float | None:
 
 def run_cell(ground: Ground, empty: Cell) -> Cell:
     """Returns a cell with what its method found."""
+    for step in METHODS[empty["method"]]:  # loaded before the clock starts
+        if system := getattr(step.planner, "system", None):
+            importlib.import_module(f"agents.{system}")
+    limits = Limits(empty["evaluations"], empty["budget_seconds"])
     begin = time.perf_counter()
-    recorder, used = search(ground.space, empty["method"], empty["evaluations"], empty["seed"])
+    recorder, used = search(ground.space, empty["method"], limits, empty["seed"])
     seconds = time.perf_counter() - begin
-    best = recorder.best
+    best, before = recorder.best, recorder.evaluations - used
     return empty | {
         "step_time_s": final_time(ground.full, recorder),
         "search_step_time_s": None if best is None else best.step_time,
         "finder": None if best is None else best.finder,
         "evaluations_made": used,
         "seconds": round(seconds, 2),
+        "curve": [
+            [max(0, found.evaluations - before), float(f"{found.step_time:.6g}")]
+            for found in recorder.curve
+        ],
     }
 
 
@@ -209,7 +246,8 @@ def plan_cells(grounds: Sequence[Ground], args: argparse.Namespace) -> list[tupl
                 "model": ground.model,
                 "cluster": ground.cluster,
                 "method": method,
-                "evaluations": args.evaluations,
+                "evaluations": None if args.seconds else args.evaluations,
+                "budget_seconds": args.seconds,
                 "seed": seed,
                 "key": digest([ground.identity, codes[method]]),
             },
@@ -309,17 +347,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cluster", default="4xP100-PCIe")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--evaluations", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, help="of each cell, in place of evaluations")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, help="what does not fit is left out")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     grounds = [Ground.of(source, resolve(args.cluster)) for source in args.models]
     done = run(plan_cells(grounds, args), args.out, args.minutes)
+    budget = f"{args.seconds:g} s" if args.seconds else f"{args.evaluations} evaluations"
     print(
-        f"{args.cluster}, {args.evaluations} evaluations: median step time of {args.seeds} seeds, "
+        f"{args.cluster}, {budget}: median step time of {args.seeds} seeds, "
         f"ms (ratio to {YARDSTICK})"
     )
-    print(table(done, [ground.model for ground in grounds], args.methods, args.seeds))
+    models = [ground.model for ground in grounds]
+    print(table(done, models, args.methods, args.seeds))
+    print(f"\nratio to {YARDSTICK}, 95 % bootstrap intervals over seeds; evaluations to the best")
+    print(summary(done, models, args.methods, YARDSTICK))
 
 
 if __name__ == "__main__":

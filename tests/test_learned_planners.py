@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from agents.planners.learned import Learned, eagle, gdp, hierarchical, mars
+from agents.planners.learned import Learned, eagle, gdp, hierarchical, mars, placeto, reinforce
 from agents.planners.m_sct import MSct, favourite_children
 from agents.planners.mcmc import Mcmc
 from agents.planners.metis import Metis
@@ -12,11 +12,12 @@ from agents.planners.recorder import Budget, Recorder
 from agents.planners.single_device import SingleDevice
 from agents.task import TOY_OPTIMUM, toy
 
-SMALL = {"width": 8, "placements": 8}
-
 
 def small(planner: Learned) -> Learned:
-    changes = {**planner.changes, **SMALL}
+    shape = {"width": 8, "placements": 8}
+    if planner.system in ("hierarchical", "placeto"):
+        shape.pop("placements")
+    changes = {**planner.changes, **shape}
     return Learned(system=planner.system, name=planner.name, changes=changes)
 
 
@@ -24,6 +25,8 @@ PLANNERS = [
     small(eagle()),
     small(mars()),
     small(hierarchical()),
+    small(reinforce()),
+    small(placeto()),
     small(gdp()),
     Mcmc(),
     Metis(),

@@ -102,13 +102,28 @@ class SequencePlacer(nn.Module):
         self.is_before, self.is_factorised = attention == "before", is_factorised
         self.reader = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
         self.attention = AdditiveAttention(width)
-        self.decoder = nn.LSTMCell((3 if self.is_before else 2) * width, width)
+        entering = (3 if self.is_before else 2) * width
+        self.decoder = nn.LSTM(entering, width, batch_first=True)
         self.leave = nn.Linear((1 if self.is_before else 2) * width, width)
         self.head = DeviceHead(width, choice_features)
 
     def forward(self, ground: Ground, choose: Choose) -> Decided:
         """Decides group after group."""
         memory = self.reader(ground.groups[None])[0][0] + ground.groups  # [group, width]
+        if self.is_factorised and not self.is_before:
+            return self._all(memory, ground, choose)
+        return self._one_by_one(memory, ground, choose)
+
+    def _all(self, memory: Tensor, ground: Ground, choose: Choose) -> Decided:
+        """Decodes in one call: nothing that goes into the decoder hangs on what it gave before."""
+        first = memory.mean(0)[None, None]
+        entering = torch.cat([memory, torch.zeros_like(memory)], 1)[None]
+        states = self.decoder(entering, (first, torch.zeros_like(first)))[0][0]  # [group, width]
+        answer = self.attention(states, self.attention.keys(memory), memory)
+        queries = self.leave(torch.cat([states, answer], 1)) + memory
+        return at_once(self.head(queries, ground), choose)
+
+    def _one_by_one(self, memory: Tensor, ground: Ground, choose: Choose) -> Decided:
         keys = self.attention.keys(memory)
         state = memory.mean(0, keepdim=True)
         cell, last = torch.zeros_like(state), torch.zeros_like(state)
@@ -116,7 +131,9 @@ class SequencePlacer(nn.Module):
         for group in range(len(memory)):
             own = memory[group].expand(len(state), -1)
             asked = (self.attention(state, keys, memory),) if self.is_before else ()
-            state, cell = self.decoder(torch.cat([own, last, *asked], 1), (state, cell))
+            entering = torch.cat([own, last, *asked], 1)[:, None]
+            _, (hidden, cells) = self.decoder(entering, (state[None], cell[None]))
+            state, cell = hidden[0], cells[0]  # [K, width]
             query = state
             if not self.is_before:
                 query = torch.cat([state, self.attention(state, keys, memory)], 1)
@@ -125,7 +142,7 @@ class SequencePlacer(nn.Module):
                 rows = slice(group, group + 1)
                 actions = sequence.decide(self.head(queries[-1][:, None], ground, rows))
                 last = ground.devices[actions[:, 0]]  # [K, width]
-                state, cell = (x.expand(len(actions), -1) for x in (state, cell))
+                state, cell = (x.expand(len(actions), -1).contiguous() for x in (state, cell))
         if self.is_factorised:
             return at_once(self.head(torch.cat(queries), ground), choose)
         return sequence.decided()

@@ -1,9 +1,9 @@
 """EAGLE, Mars and their kin as planners: trained on the task, from the best placement known.
 
-`hierarchical` and `gdp` are the nearest configurations of EAGLE and Mars to two earlier systems,
-not re-implementations: the Hierarchical Planner (Mirhoseini et al., 2018) has a learned grouper, a
-sequence-to-sequence placer that knows what it placed, and REINFORCE; GDP (Zhou et al., 2019) has a
-graph encoder without contrastive pre-training, a placer of the Transformer-XL kind, and PPO.
+`hierarchical` and `placeto` have the constants of their papers and code (`agents.hierarchical`,
+`agents.placeto`). `reinforce` and `gdp` are the nearest configurations of EAGLE and Mars to the
+Hierarchical Planner and to GDP (Zhou et al., 2019: a graph encoder without contrastive
+pre-training, a placer of the Transformer-XL kind, and PPO), not re-implementations.
 """
 
 import importlib
@@ -26,11 +26,12 @@ class Learned:
     """Trains a system on the task; torch is loaded when it begins.
 
     Attributes:
-        system: ``eagle`` or ``mars``.
+        system: module of `agents`: ``eagle``, ``mars``, ``hierarchical`` or ``placeto``.
         name: what reports call it.
         groups: decisions, at most; None = as the system has them.
         changes: of the system's configuration.
-        near_best: whether it begins near the best placement known.
+        near_best: whether it begins near the best placement known; the Hierarchical Planner
+            begins from nothing anyway.
     """
 
     system: str
@@ -59,27 +60,41 @@ class Learned:
         best = recorder.best or recorder.nearest
         start = grouping.summarise(best.placement) if best and self.near_best else None
         seed = int(rng.integers(2**31))
-        settings = {"evaluations": _FOREVER, "seed": seed, "lives": 1, **self.changes}
+        settings = {"evaluations": _FOREVER, "seed": seed, **self.changes}
         if module.train(module.Config(**settings), task, start=start).interrupted:
             raise KeyboardInterrupt
 
 
+ONE_LIFE = {"lives": 1}
+
+
 def eagle() -> Learned:
     """Returns EAGLE."""
-    return Learned(system="eagle", name="eagle")
+    return Learned(system="eagle", name="eagle", changes=ONE_LIFE)
 
 
 def mars() -> Learned:
     """Returns Mars."""
-    return Learned(system="mars", name="mars")
+    return Learned(system="mars", name="mars", changes=ONE_LIFE)
 
 
 def hierarchical() -> Learned:
+    """Returns the Hierarchical Planner with the constants of its paper."""
+    return Learned(system="hierarchical", name="hierarchical")
+
+
+def reinforce() -> Learned:
     """Returns the configuration of EAGLE that is nearest to the Hierarchical Planner."""
     changes = {"algorithm": "reinforce", "mode": "sequential", "attention": "after"}
-    return Learned(system="eagle", name="hierarchical", changes=changes)
+    return Learned(system="eagle", name="reinforce", changes=ONE_LIFE | changes)
+
+
+def placeto() -> Learned:
+    """Returns an improver as Placeto."""
+    return Learned(system="placeto", name="placeto")
 
 
 def gdp() -> Learned:
     """Returns the configuration of Mars that is nearest to GDP."""
-    return Learned(system="mars", name="gdp", changes={"placer": "transformer", "pretrain": 0})
+    changes = {"placer": "transformer", "pretrain": 0}
+    return Learned(system="mars", name="gdp", changes=ONE_LIFE | changes)

@@ -59,6 +59,17 @@ def ties_of(grouping: Grouping) -> Ties:
     return Ties(first, distinct % size, strength / max(strength.max(initial=0.0), 1e-300), weight)
 
 
+def flow_between(grouping: Grouping) -> NDArray[np.float64]:
+    """Returns bytes that groups send to each other, [group, group] from, to."""
+    graph, size = grouping.space.problem.graph, grouping.num_groups
+    producer, consumer, tensor = graph.edges()
+    flow = np.zeros((size, size))
+    ends = (grouping.group[graph.unit[producer]], grouping.group[graph.unit[consumer]])
+    np.add.at(flow, ends, grouping.space.tensor_bytes[tensor] + 1.0)
+    np.fill_diagonal(flow, 0.0)
+    return flow
+
+
 def _coarse(grouping: Grouping, parts: int) -> NDArray[np.int64]:
     """Returns the groups that coarsening makes of the units; each group goes with most of its."""
     coarse = Grouping.of(grouping.space, parts)
