@@ -90,13 +90,8 @@ def pipeline_bound(chain: Chain, layouts: Sequence[Layout]) -> float:
 def _bound(chain: Chain, copies: int, rounds: int, asynchronous: bool) -> float:
     problem, space = chain.space.problem, chain.space
     assert problem.job.batch is not None
-    seconds = _seconds(chain, problem.job.batch // rounds // copies)  # [op, dev]
-    graph = problem.graph
-    once = _once_a_step(graph)[:, None]
-    shape = (graph.num_units, seconds.shape[1])
-    work, update = np.zeros(shape), np.zeros(shape)
-    np.add.at(work, graph.unit, np.where(once, 0.0, seconds))
-    np.add.at(update, graph.unit, np.where(once, seconds, 0.0))
+    seconds, once = seconds_of_ops(chain, problem.job.batch // rounds // copies)
+    work, update = work_of_units(chain, seconds, once)
     whole = (rounds * copies * work + update)[:, list(space.devices)]
     load = np.where(np.isfinite(whole), whole, 0.0).sum(axis=0)
     weight = np.where(load > 0, 1.0 / np.maximum(load, 1e-300), 0.0)
@@ -104,9 +99,32 @@ def _bound(chain: Chain, copies: int, rounds: int, asynchronous: bool) -> float:
     bounds = [
         float(weighted.min(axis=1).sum()),
         float((whole / copies).min(axis=1).max()),
-        0.0 if asynchronous else _longest_path(chain, np.where(once, 0.0, seconds)),
+        0.0 if asynchronous else longest_path(chain, np.where(once[:, None], 0.0, seconds)),
     ]
     return max(bounds) * (1.0 - ROUNDING)
+
+
+def seconds_of_ops(chain: Chain, samples: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Returns seconds of ops where a device sees so many samples, [op, dev], and which run once.
+
+    inf where an op may not be; once a step run, [op], updates and what belongs to them.
+
+    Raises:
+        JobError: measured seconds at another batch or kind.
+    """
+    return _seconds(chain, samples), _once_a_step(chain.space.problem.graph)
+
+
+def work_of_units(
+    chain: Chain, seconds: NDArray[np.float64], once: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns seconds of units for each microbatch and for each step, both [unit, dev]."""
+    unit = chain.space.problem.graph.unit
+    shape = (chain.space.num_units, seconds.shape[1])
+    work, update = np.zeros(shape), np.zeros(shape)
+    np.add.at(work, unit, np.where(once[:, None], 0.0, seconds))
+    np.add.at(update, unit, np.where(once[:, None], seconds, 0.0))
+    return work, update
 
 
 def _once_a_step(graph: OpGraph) -> NDArray[np.bool_]:
@@ -133,7 +151,7 @@ def _seconds(chain: Chain, samples: int) -> NDArray[np.float64]:
     return np.where(allowed, cost.seconds[:, kinds, 0], np.inf)
 
 
-def _longest_path(chain: Chain, seconds: NDArray[np.float64]) -> float:
+def longest_path(chain: Chain, seconds: NDArray[np.float64]) -> float:
     """Returns the longest path with every op on its fastest device, in s; seconds is [op, dev]."""
     graph = chain.space.problem.graph
     duration = seconds.min(axis=1).tolist()
