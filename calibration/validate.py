@@ -15,6 +15,7 @@ import numpy as np
 
 from calibration.importers import IMPORTERS, import_folder
 from calibration.predict import Prediction, predict
+from calibration.published.score import RunScore, score_runs
 from calibration.records import Kind, Record
 from calibration.splits import errors
 from simcore.curves import shipped_curves
@@ -98,25 +99,34 @@ class Validation:
     Attributes:
         scores: ``ops/aceso_v100`` -> score.
         absent: sources without a folder, or without any of their files.
+        runs: ``e2e/VIA-Research/vTrain/single`` -> score of published training runs.
     """
 
     scores: dict[str, Score]
     absent: list[str]
+    runs: dict[str, RunScore] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
         """Returns what ``placewright calibrate validate --json`` prints."""
+        scores = sorted((self.scores | self.runs).items())
         return {
-            "sources": {name: score.result() for name, score in sorted(self.scores.items())},
+            "sources": {name: score.result() for name, score in scores},
             "absent": self.absent,
         }
 
 
-def validate(folder: str | Path, progress: Callable[[str], None] = lambda _: None) -> Validation:
+def validate(
+    folder: str | Path,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    published: bool = False,
+) -> Validation:
     """Returns how well the shipped profiles predict the measurements of a folder.
 
     Args:
         folder: laid out as the public data: a subfolder for each source. Any may be absent.
         progress: told the name of each source before it is read.
+        published: whether published training runs are predicted too, which takes minutes.
 
     Raises:
         MeasurementError: no such folder; a malformed file, an unknown column.
@@ -138,6 +148,8 @@ def validate(folder: str | Path, progress: Callable[[str], None] = lambda _: Non
             _score(validation, record.kind, name).add(record, seconds)
         for (kind, reason), rows in found.skipped.items():
             _score(validation, kind, name).missing[reason] += rows
+    if published:
+        validation.runs.update(score_runs(root, progress))
     return validation
 
 

@@ -55,14 +55,13 @@ def model_size(name: str, job: Job) -> int:
     return size
 
 
-def build(name: str, job: Job, device: str = "meta") -> "Built":
-    """Builds a model, by default on the meta device, and the maker of its inputs.
+def build(name: str, job: Job) -> "Built":
+    """Builds a model on the meta device, and the maker of its inputs.
 
     Args:
         name: one of `model_names()`.
         job: its `sequence_length`, where given, replaces the default size (for image models: pixels
             of a side). Nothing else of it is used.
-        device: torch's name of the device that gets parameters and buffers.
 
     Returns:
         (module, inputs): `module(**inputs(batch))` is a scalar loss. The inputs are made on the
@@ -77,6 +76,6 @@ def build(name: str, job: Job, device: str = "meta") -> "Built":
 
     file, _, function = SPECS[name].factory.partition(":")
     factory = getattr(importlib.import_module(f"{__name__}.{file}"), function)
-    with torch.device(device):
+    with torch.device("meta"):
         built: Built = factory(size)
     return built

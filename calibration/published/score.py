@@ -1,0 +1,120 @@
+"""Published runs held against their predictions: errors, and ranks inside cells.
+
+A cell has runs of one model, on as many GPUs, at one global batch, and at least four plans. Inside
+one, `rank_correlation` is Spearman's, and `regret` what the plan that is predicted fastest really
+takes above the one that is fastest.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+
+from calibration.published.prediction import published_run
+from calibration.published.reading import NotExpressible
+from calibration.published.rows import FOLDER, Run, read_runs
+from calibration.regression_baseline import baseline_seconds
+from calibration.splits import errors
+
+LEAST_PLANS = 4
+
+
+@dataclass(slots=True)
+class RunScore:
+    """Predictions of the runs of one source, or of a part of it.
+
+    Attributes:
+        runs: those that could be predicted.
+        predicted: s, one a run.
+        missing: reason -> runs that could not.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
+
+    def result(self) -> dict[str, Any]:
+        """Returns errors, coverage, figures inside cells, and the same of the baseline."""
+        cases, missing = len(self.runs), sum(self.missing.values())
+        return {
+            **scored(self.runs, self.predicted),
+            "coverage": cases / (cases + missing) if cases + missing else 0.0,
+            "not_expressible": dict(self.missing.most_common()),
+            "baseline": scored(self.runs, [baseline_seconds(run) for run in self.runs]),
+        }
+
+
+def scored(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, Any]:
+    """Returns errors and figures inside cells of predictions in s; None where there are none."""
+    guess, truth = np.array(predicted), np.array([run.seconds for run in runs])
+    found = errors(guess, truth)._asdict()
+    shown = {key: value if runs or key == "cases" else None for key, value in found.items()}
+    return shown | inside_cells(runs, guess, truth)
+
+
+def inside_cells(
+    runs: Sequence[Run], predicted: NDArray[np.float64], measured: NDArray[np.float64]
+) -> dict[str, Any]:
+    """Returns mean rank correlation, and mean and worst regret, over cells; None without cells."""
+    members: dict[tuple[object, ...], list[int]] = {}
+    for index, run in enumerate(runs):
+        members.setdefault(run.cell, []).append(index)
+    cells = [np.array(cell) for cell in members.values() if len(cell) >= LEAST_PLANS]
+    if not cells:
+        return {"cells": 0, "rank_correlation": None, "regret": None, "worst_regret": None}
+    ranks = [_rank(predicted[cell], measured[cell]) for cell in cells]
+    regrets = [_regret(predicted[cell], measured[cell]) for cell in cells]
+    return {
+        "cells": len(cells),
+        "rank_correlation": float(np.mean(ranks)),
+        "regret": float(np.mean(regrets)),
+        "worst_regret": max(regrets),
+    }
+
+
+def _rank(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    if np.ptp(predicted) == 0 or np.ptp(measured) == 0:
+        return 0.0
+    return float(spearmanr(predicted, measured).statistic)
+
+
+def _regret(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
+    """Returns the mean over the plans that are predicted fastest, where several are."""
+    best = measured[predicted == predicted.min()].mean()
+    return float(best / measured.min() - 1)
+
+
+def score_runs(root: Path, progress: Callable[[str], None] = lambda _: None) -> dict[str, RunScore]:
+    """Returns the scores of the published runs in a folder of data sets, by key.
+
+    Args:
+        root: has the folder ``e2e``, or has not: then there is nothing.
+        progress: told how far it is.
+
+    Raises:
+        MeasurementError: a malformed file.
+    """
+    return score_each(read_runs(root / FOLDER), progress)
+
+
+def score_each(
+    runs: Iterable[Run], progress: Callable[[str], None] = lambda _: None
+) -> dict[str, RunScore]:
+    """Returns the scores of runs, by key."""
+    found: dict[str, RunScore] = {}
+    for number, run in enumerate(sorted(runs, key=lambda run: (run.key, run.layers, run.hidden))):
+        if number % 100 == 0:
+            progress(f"{run.key}: run {number}")
+        score = found.setdefault(run.key, RunScore())
+        said = published_run(run)
+        if isinstance(said, NotExpressible):
+            score.missing[said.reason] += 1
+        else:
+            score.runs.append(run)
+            score.predicted.append(said.seconds)
+    return found
