@@ -29,7 +29,7 @@ from agents.portfolio_result import Listener, PortfolioResult, Progress, predict
 from simcore.bounds import placement_bound
 from simcore.errors import InfeasibleError
 from simcore.plan import Constraints, Plan, Provenance
-from simcore.plan_summary import describe_job
+from simcore.plan_summary import MODEL_ERROR, describe_job
 from simcore.shard_summary import layout_name
 from simcore.simulation import simulate
 from simcore.units import format_bytes, format_seconds
@@ -217,9 +217,12 @@ class Search:
             times.append((DATA_PARALLEL, rival.result.step_time))
         if pipeline is not None:
             times.append((PIPELINE, pipeline.step_time))
-        if self.shardings is not None and (sharded := self.shardings.best) is not None:
-            times.append((SHARDING, sharded.step_time))
-        return min(times, key=lambda time: time[1], default=None)
+        winner = min(times, key=lambda time: time[1], default=None)
+        sharded = None if self.shardings is None else self.shardings.best
+        # a gain within the model's error is no reason to shard
+        if sharded and not (winner and sharded.step_time * (1.0 + MODEL_ERROR) > winner[1]):
+            return SHARDING, sharded.step_time
+        return winner
 
     def answer(self, seed: int) -> PortfolioResult:
         """Returns the best plan, simulated again, with everything that is known about it."""

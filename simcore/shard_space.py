@@ -140,7 +140,8 @@ class ShardSpace:
         batch = self.graph.batch or 1
         sizes = [groups[decision[0]].size for decision in self.decisions]
         values = np.array([size[0] + size[1] * batch for size in sizes])
-        return values[:, None] % np.array(self.sizes) == 0
+        divides: NDArray[np.bool_] = values[:, None] % np.array(self.sizes) == 0
+        return divides
 
     def sharding(self, row: NDArray[np.integer]) -> dict[str, tuple[str, ...]]:
         """Returns axis -> names of the groups that a plan splits along it, as plans have it.
