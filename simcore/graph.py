@@ -126,6 +126,10 @@ class OpGraph:
         persistent[self.tensor_storage[held]] = True
         return persistent
 
+    def loops_of(self, op: int) -> OpLoops | None:
+        """Returns the loops of an op, None where they are not known."""
+        return None if self.loops is None else self.loops[op]
+
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         """Returns (producer, consumer, tensor) of every use of a produced tensor, each [edge]."""
         tensor = np.repeat(

@@ -91,7 +91,7 @@ def variant_costs(
 
 def _class_key(graph: OpGraph, linkage: Linkage, op: int, numbers: Sequence[int]) -> _Key:
     """Returns what ops have in common whose variants cost the same."""
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     accesses = known.accesses if known is not None else ()
     batch = [linkage.groups[linkage.loop_group[op][number]].name == BATCH for number in numbers]
     loops = [linkage.factors.loops[op][number] for number in numbers]
@@ -182,7 +182,7 @@ def _add_variant(
     devices: int,
 ) -> None:
     """Adds one op as one device does it, as `simcore.sharding.local` writes it."""
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     loops, number = linkage.factors.loops[op], int(graph.signature[op])
     gathers = bool(graph.op_class[op] == OpClass.EMBEDDING)
     ratio = traffic_ratio(known, loops, splits, graph.batch or 1, gathers=gathers)

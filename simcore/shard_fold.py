@@ -121,7 +121,7 @@ def _op_key(graph: OpGraph, op: int, number: int, place: Mapping[int, tuple[int,
             inputs.append((layer - number, k, tensor - int(graph.first_output[maker]), size))
         else:
             inputs.append((tensor,))
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     accesses = known.accesses if known is not None else ()
     shape = tuple((a.itemsize, a.dims, a.is_output, a.whole) for a in accesses)
     module = layer_of(graph.op_modules[op])
@@ -275,7 +275,7 @@ class _Writer:
         )
 
     def _loops(self, op: int, new: Mapping[int, int]) -> OpLoops | None:
-        known = self.graph.loops[op] if self.graph.loops is not None else None
+        known = self.graph.loops_of(op)
         if known is None:
             return None
         first = int(self.graph.first_output[op])

@@ -116,7 +116,7 @@ def candidates(graph: OpGraph, linkage: Linkage, rank: Sequence[int]) -> list[li
 
 def sums(graph: OpGraph, op: int, loop: AtomicLoop) -> bool:
     """Whether splitting a loop leaves partial sums."""
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     accesses = known.accesses if known is not None else ()
     pairs = zip(accesses, loop.factor, strict=True)
     return any(a.is_output and not a.whole and factor == NOT_SPLIT for a, factor in pairs)
@@ -131,7 +131,7 @@ def _loops(
     effects: list[int] = []
     inner = np.zeros((len(space.samples), sum(map(len, order)), AXES, 2**AXES), np.int64)
     for op, numbers in enumerate(order):
-        known = graph.loops[op] if graph.loops is not None else None
+        known = graph.loops_of(op)
         accesses = known.accesses if known is not None else ()
         for number in numbers:
             loop = linkage.factors.loops[op][number]
@@ -155,7 +155,7 @@ def _loops(
 
 def _has_own(graph: OpGraph, op: int, loop: AtomicLoop) -> bool:
     """Whether all tensors of an op have a loop, a parameter among them."""
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     accesses = known.accesses if known is not None else ()
     held = any(graph.tensor_producer[access.tensor] < 0 for access in accesses)
     return held and all(factor != NOT_SPLIT for factor in loop.factor)
@@ -197,7 +197,7 @@ def _ops(space: Lowering, order: list[list[int]]) -> tuple[Records, Records]:
     rows: list[tuple[int, int]] = []
     for op in range(graph.num_ops):
         ops["first_read"][op] = len(rows)
-        known = graph.loops[op] if graph.loops is not None else None
+        known = graph.loops_of(op)
         is_view = graph.op_class[op] == OpClass.VIEW
         rule = Rule.LOOPS if known is not None else Rule.VIEW if is_view else Rule.UNKNOWN
         ops["rule"][op] = rule
@@ -222,7 +222,7 @@ def _ops(space: Lowering, order: list[list[int]]) -> tuple[Records, Records]:
 def _reads(graph: OpGraph, op: int, rule: Rule) -> Iterator[tuple[int, int]]:
     """Yields (tensor, place of its access, or the state that is needed) of an op."""
     read = graph.inputs[graph.first_input[op] : graph.first_input[op + 1]].tolist()
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     if known is None:
         yield from ((tensor, ANY if rule == Rule.VIEW else WHOLE) for tensor in read)
         return

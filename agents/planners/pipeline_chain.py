@@ -23,7 +23,7 @@ from agents.planners.pipeline_cuts import (
 )
 from agents.planners.pipeline_layouts import Layout
 from agents.planners.space import PlacementSpace
-from simcore.cost import CostTable, cost_table
+from simcore.cost import CostTable, cost_table, kinds_of
 from simcore.graph import Phase, Sized
 from simcore.plan import DEFAULT_BUCKETS, Buckets
 from simcore.recompute import Recompute
@@ -109,7 +109,7 @@ class Chain:
             rank=rank,
             cuts=cuts,
             places=np.concatenate([[0], few, [space.num_units]]),
-            kinds=tuple(dict.fromkeys(device.kind for device in problem.cluster.devices)),
+            kinds=kinds_of(problem.cluster),
         )
 
     def cost(self, batch: int) -> CostTable:

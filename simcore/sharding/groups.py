@@ -104,7 +104,7 @@ def _loops(factors: Factors) -> Iterator[tuple[int, AtomicLoop]]:
 
 def _places(graph: OpGraph, op: int, loop: AtomicLoop) -> list[Place]:
     """Returns the factors that an atomic loop runs over."""
-    known = graph.loops[op] if graph.loops is not None else None
+    known = graph.loops_of(op)
     accesses = known.accesses if known is not None else ()
     return [
         (int(graph.tensor_storage[access.tensor]), factor)

@@ -211,7 +211,7 @@ class _Writer:
 
     def _ratio(self, op: int) -> Fraction:
         """Returns the share of an op's memory traffic that is left to one device."""
-        known = self.graph.loops[op] if self.graph.loops is not None else None
+        known = self.graph.loops_of(op)
         loops, splits = self.linkage.factors.loops[op], self._splits(op)
         gathers = bool(self.graph.op_class[op] == OpClass.EMBEDDING)
         return traffic_ratio(known, loops, splits, self.batch, gathers=gathers)

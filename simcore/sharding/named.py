@@ -127,7 +127,7 @@ class _Seen:
         """Returns the groups of weights that ops of a class write, or sum over."""
         found = set()
         for op in self._ops(op_class):
-            known = self.graph.loops[op] if self.graph.loops is not None else None
+            known = self.graph.loops_of(op)
             accesses = known.accesses if known is not None else ()
             for loop, group in self._pairs(op):
                 places = zip(accesses, loop.factor, strict=True)

@@ -104,7 +104,7 @@ class _Walk:
 
     def visit(self, op: int) -> None:
         """Decides what one op does."""
-        known = self.graph.loops[op] if self.graph.loops is not None else None
+        known = self.graph.loops_of(op)
         read = self.inputs[self.first_input[op] : self.first_input[op + 1]]
         if known is None:
             self._visit_unknown(op, read)
@@ -173,7 +173,7 @@ class _Walk:
         return min(found[:1] if goes_on else found, default=(WHOLE,) * 4)[3]
 
     def _accesses(self, op: int, loop: AtomicLoop) -> Iterator[tuple[Access, int]]:
-        known = self.graph.loops[op] if self.graph.loops is not None else None
+        known = self.graph.loops_of(op)
         return zip(known.accesses if known is not None else (), loop.factor, strict=True)
 
     def _follows(self, op: int, loop: AtomicLoop, axis: int) -> bool:
