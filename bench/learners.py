@@ -3,8 +3,8 @@
 A cell is a model, a method and a seed. All methods begin at the best placement of the constructive
 planners, whose evaluations count for none of them. They search under the contention that policies
 train on (`agents.fidelity`); the best that they met are simulated again under the default, and that
-decides. Budgets are equal evaluations or, with ``--seconds``, equal seconds; m-SCT and METIS make
-their few proposals and stop. A finished cell is stored at once, and skipped where it is stored: its
+decides. Budgets are equal evaluations or, with ``--seconds``, equal processor time; m-SCT and METIS
+make their few proposals and stop. A finished cell is stored at once, and skipped where it is stored: its
 key has the method's sources (those in `agents`), the problem, and what the simulator says about the
 start. ``--minutes`` runs what fits; what did not is shown empty.
 """
@@ -188,7 +188,7 @@ def search(space: PlacementSpace, method: str, limits: Limits, seed: int) -> tup
     A learner that gives up early begins again, near the best so far, until all is spent.
     """
     recorder = started(space, seed)
-    budget = Budget(limits.seconds, limits.evaluations)
+    budget = Budget(limits.seconds, limits.evaluations, clock=time.process_time)
     steps, rng = METHODS[method], np.random.default_rng([seed, 100])
     for step in steps:
         step.planner.search(space, rng, budget.part(step.share), recorder)
@@ -216,9 +216,9 @@ def run_cell(ground: Ground, empty: Cell) -> Cell:
         if system := getattr(step.planner, "system", None):
             importlib.import_module(f"agents.{system}")
     limits = Limits(empty["evaluations"], empty["budget_seconds"])
-    begin = time.perf_counter()
+    begin = time.process_time()
     recorder, used = search(ground.space, empty["method"], limits, empty["seed"])
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     best, before = recorder.best, recorder.evaluations - used
     return empty | {
         "step_time_s": final_time(ground.full, recorder),

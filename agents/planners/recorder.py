@@ -33,7 +33,8 @@ class Evaluator(Protocol):
 class Budget:
     """Seconds or evaluations that a search may spend; a part of a budget spends the whole's too.
 
-    Nothing depends on the clock where only evaluations are given.
+    Nothing depends on the clock where only evaluations are given. Studies count the processor time
+    of this process (``clock=time.process_time``), which other work on the machine changes little.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Budget:
         evaluations: int | None = None,
         *,
         parent: "Budget | None" = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for label, value in (("seconds", seconds), ("evaluations", evaluations)):
             if value is not None and not value >= 0:
@@ -51,7 +53,8 @@ class Budget:
         self.used = 0  # evaluations
         self._parent = parent
         self._stopped = False
-        self._started = time.perf_counter()
+        self._clock = clock
+        self._started = clock()
 
     def charge(self, evaluations: int) -> None:
         """Notes evaluations that were made."""
@@ -75,7 +78,7 @@ class Budget:
         """Returns seconds that are left, None = any time."""
         own = None
         if self.seconds is not None:
-            own = max(0.0, self.seconds - (time.perf_counter() - self._started))
+            own = max(0.0, self.seconds - (self._clock() - self._started))
         whole = None if self._parent is None else self._parent.seconds_left()
         return min((s for s in (own, whole) if s is not None), default=None)
 
@@ -86,7 +89,7 @@ class Budget:
         if self.evaluations is not None:
             fractions.append(self.used / self.evaluations if self.evaluations else 1.0)
         if self.seconds is not None:
-            elapsed = time.perf_counter() - self._started
+            elapsed = self._clock() - self._started
             fractions.append(elapsed / self.seconds if self.seconds else 1.0)
         return min(1.0, max(fractions))
 
@@ -101,6 +104,7 @@ class Budget:
             None if seconds is None else seconds * fraction,
             None if evaluations is None else math.ceil(evaluations * fraction),
             parent=self,
+            clock=self._clock,
         )
 
 
