@@ -19,7 +19,8 @@ from simcore.schedule_check import check
 from simcore.schedule_names import SCHEDULE_NAMES, make_schedule
 from simcore.schedule_text import parse_action
 from simcore.shards import one_device, plan_meshes, with_collectives
-from simcore.stages import StageTables, check_stages, stage_edges, stage_tables
+from simcore.stage_cut import check_stages, cut_graph
+from simcore.stages import StageTables, stage_tables
 from simcore.steady_state import SEMANTICS_ASYNC
 
 ASYNCHRONOUS = "pipedream"  # the schedule by name that updates without waiting
@@ -160,7 +161,7 @@ def build_pipeline(
     check_stages(graph, stage)
     device = one_device(graph, plan, stage)
     graph, stage = device.graph, device.stage
-    schedule = plan_schedule(plan, stage_edges(graph, stage))
+    schedule = plan_schedule(plan, cut_graph(graph, stage).edges)
     meshes = plan_meshes(plan)
     copies = [mesh.copies for mesh in meshes]
     microbatch = split_batch(job, plan, schedule.asynchronous, device.samples)

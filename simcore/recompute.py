@@ -12,6 +12,7 @@ something needed (as torch's checkpoint stops early). What crosses a segment's b
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -65,6 +66,7 @@ class Order(NamedTuple):
     rerun: NDArray[np.int64]  # [rerun] where it is
 
 
+@lru_cache(maxsize=4)  # a search cuts one graph again and again
 def touches_of(graph: OpGraph) -> Touches:
     """Returns who reads and writes what, parameters and buffers left out."""
     read = np.repeat(np.arange(graph.num_tensors), np.diff(graph.first_consumer))

@@ -2,12 +2,18 @@
 
 A stage owns placement units. Two rules move single ops:
 
-- A sum of input gradients stands where its result is needed if, where its unit is, it would get a
-  gradient from a stage that it sends nothing to (two branches that read one tensor).
+- A sum of input gradients stands where the fewest messages are needed, as in eager PyTorch: a stage
+  adds up its own gradients of what it received before it sends one back; gradients of branches are
+  added where the tensor was made.
 - What sums a parameter's gradients over stages (tied embeddings) belongs to the update: it runs
   once a step, not once a microbatch.
+
+Where the backward sends what no activation went along (the gradient of a residual addition is that
+of both its terms, so it passes the addition's stage by), the two stages are joined by an edge that
+carries nothing forward.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import networkx as nx
@@ -18,8 +24,7 @@ from simcore.errors import PlanError
 from simcore.graph import OpGraph, Role
 from simcore.schedule import Edges
 from simcore.signature import Phase
-
-_RANK = np.array([0, 1, 1, 1, 2])  # by Phase: forward, backward, update
+from simcore.stage_sums import RANK, Uses, find_sums, move_sums, reaches, uses_of
 
 
 class Messages(NamedTuple):
@@ -36,21 +41,14 @@ class Cut(NamedTuple):
     num_stages: int
     stage: NDArray[np.int64]  # [op]
     phase: NDArray[np.uint8]  # [op] Phase: F, I, W or U
-    edges: Edges  # who sends activations to whom
+    edges: Edges  # who sends activations to whom, or is sent gradients only
     update_edges: Edges  # whose update needs what from whom: ties
     forward: Messages  # along edges, every microbatch
     backward: Messages  # against edges, every microbatch
     update: Messages  # along update edges, once a step
 
 
-class _Uses(NamedTuple):
-    """Uses of produced tensors."""
-
-    producer: NDArray[np.int64]  # [use] op
-    consumer: NDArray[np.int64]  # [use] op
-    tensor: NDArray[np.int64]  # [use]
-
-
+@lru_cache(maxsize=4)  # a search cuts one graph again and again
 def backward_phases(graph: OpGraph) -> NDArray[np.uint8]:
     """Returns the phase of each op, [op], with the backward split into I and W.
 
@@ -59,14 +57,14 @@ def backward_phases(graph: OpGraph) -> NDArray[np.uint8]:
     that sum what the backward made (the gradients of a tied parameter). One that nobody reads is W
     if it writes a parameter's gradient. Every other one is I; no I op needs a W op.
     """
-    uses = _uses(graph)
+    uses = uses_of(graph)
     producer, consumer = uses.producer, uses.consumer
     whole = graph.phase == Phase.B
     found = whole.copy()  # known to be I: first those that nobody reads
     found[producer] = False
     made = graph.tensor_producer[graph.tensor_role == Role.GRADIENT]
     found[made[made >= 0]] = False
-    sums = _sums(graph, uses)
+    sums = find_sums(graph)
     inner = whole[consumer] & ((graph.unit[producer] == graph.unit[consumer]) | sums[consumer])
     late = np.isin(graph.phase[consumer], (Phase.W, Phase.U))
     found[producer[whole[producer] & ~inner & ~late]] = True
@@ -81,11 +79,15 @@ def backward_phases(graph: OpGraph) -> NDArray[np.uint8]:
             if not known[source]:
                 known[source] = True
                 pending.append(source)
-    return np.where(whole, np.where(known, Phase.I, Phase.W), graph.phase).astype(np.uint8)
+    phases = np.where(whole, np.where(known, Phase.I, Phase.W), graph.phase).astype(np.uint8)
+    phases.setflags(write=False)
+    return phases
 
 
 def stage_edges(graph: OpGraph, stage: NDArray[np.integer]) -> Edges:
     """Returns the pairs (i, j) of stages such that a forward op of j reads a tensor of one of i.
+
+    A cut may have more, see `Cut.edges`.
 
     Args:
         graph: the graph.
@@ -94,7 +96,7 @@ def stage_edges(graph: OpGraph, stage: NDArray[np.integer]) -> Edges:
     Raises:
         PlanError: the array does not have one stage per unit, or a stage is empty.
     """
-    return _edges(graph.phase, _stage_of_ops(graph, stage), _uses(graph))
+    return _edges(graph.phase, _stage_of_ops(graph, stage), uses_of(graph))
 
 
 def check_stages(graph: OpGraph, stage: NDArray[np.integer]) -> None:
@@ -122,14 +124,14 @@ def cut_graph(graph: OpGraph, stage: NDArray[np.integer]) -> Cut:
     Raises:
         PlanError: as `check_stages` does.
     """
-    stage, uses, phase = _stage_of_ops(graph, stage), _uses(graph), backward_phases(graph)
+    stage, uses, phase = _stage_of_ops(graph, stage), uses_of(graph), backward_phases(graph)
     _check_phases(graph, uses)
     edges = _edges(phase, stage, uses)
     _check_acyclic(graph, stage, uses, _within(phase, uses, Phase.F))
     num_stages = int(stage.max()) + 1
     is_edge = np.eye(num_stages, dtype=np.bool_)
     is_edge[tuple(np.array(edges, np.int64).reshape(-1, 2).T)] = True
-    stage = _move_sums(graph, uses, phase, stage, is_edge)
+    stage = move_sums(graph, uses, phase, stage, is_edge)
     phase = _defer_ties(graph, uses, phase, stage)
     _check_acyclic(graph, stage, uses, _within(phase, uses, Phase.U))
     source, target = stage[uses.producer], stage[uses.consumer]
@@ -137,13 +139,15 @@ def cut_graph(graph: OpGraph, stage: NDArray[np.integer]) -> Cut:
     forward = (source != target) & made_first & ~read_last
     backward = (source != target) & ~made_first & ~read_last
     update = (source != target) & read_last
-    stray = (forward & ~is_edge[source, target]) | (backward & ~is_edge[target, source])
-    _check_backward(graph, stage, uses, stray)
+    early, late = np.where(made_first, [source, target], [target, source])
+    stray = (forward | backward) & ~is_edge[early, late]
+    if stray.any():
+        _check_backward(graph, stage, uses, stray & ~reaches(is_edge)[early, late])
     return Cut(
         num_stages=num_stages,
         stage=stage,
         phase=phase,
-        edges=edges,
+        edges=tuple(sorted({*edges, *_pairs(early, late, stray)})),
         update_edges=_pairs(source, target, update),
         forward=_messages(graph, stage, uses, forward),
         backward=_messages(graph, stage, uses, backward),
@@ -169,11 +173,6 @@ def _stage_of_ops(graph: OpGraph, stage: NDArray[np.integer]) -> NDArray[np.int6
     return given.astype(np.int64)[graph.unit]
 
 
-def _uses(graph: OpGraph) -> _Uses:
-    producer, consumer, tensor = graph.edges()
-    return _Uses(producer.astype(np.int64), consumer.astype(np.int64), tensor.astype(np.int64))
-
-
 def _pairs(source: NDArray[np.int64], target: NDArray[np.int64], kept: NDArray[np.bool_]) -> Edges:
     """Returns the distinct pairs, ascending."""
     size = int(max(source.max(initial=0), target.max(initial=0))) + 1
@@ -181,13 +180,13 @@ def _pairs(source: NDArray[np.int64], target: NDArray[np.int64], kept: NDArray[n
     return tuple(zip((found // size).tolist(), (found % size).tolist(), strict=True))
 
 
-def _edges(phase: NDArray[np.uint8], stage: NDArray[np.int64], uses: _Uses) -> Edges:
+def _edges(phase: NDArray[np.uint8], stage: NDArray[np.int64], uses: Uses) -> Edges:
     source, target = stage[uses.producer], stage[uses.consumer]
     return _pairs(source, target, _within(phase, uses, Phase.F) & (source != target))
 
 
 def _messages(
-    graph: OpGraph, stage: NDArray[np.int64], uses: _Uses, kept: NDArray[np.bool_]
+    graph: OpGraph, stage: NDArray[np.int64], uses: Uses, kept: NDArray[np.bool_]
 ) -> Messages:
     size = int(stage.max(initial=0)) + 1
     found = np.unique(uses.tensor[kept] * size + stage[uses.consumer[kept]])
@@ -195,69 +194,14 @@ def _messages(
     return Messages(tensor, stage[graph.tensor_producer[tensor]], found % size)
 
 
-def _sums(graph: OpGraph, uses: _Uses) -> NDArray[np.bool_]:
-    """Returns which ops sum gradients, [op]: all they read is of the backward, and one size."""
-    backward = _RANK[graph.phase] == _RANK[Phase.B]
-    result = np.minimum(graph.first_output[uses.consumer], graph.num_tensors - 1)
-    alike = (graph.tensor_bytes[uses.tensor] == graph.tensor_bytes[result]).all(axis=1)
-    parts = np.bincount(uses.consumer[backward[uses.producer] & alike], minlength=graph.num_ops)
-    whole = (parts > 1) & (parts == np.diff(graph.first_input))
-    summing: NDArray[np.bool_] = backward & whole & (np.diff(graph.first_output) > 0)
-    return summing
-
-
-def _move_sums(
-    graph: OpGraph,
-    uses: _Uses,
-    phase: NDArray[np.uint8],
-    stage: NDArray[np.int64],
-    is_edge: NDArray[np.bool_],  # [stage, stage], also from each stage to itself
-) -> NDArray[np.int64]:
-    """Returns the stage of each op, [op]: sums of input gradients that go astray are moved.
-
-    Sums that read them move along, up to where all that is needed comes along edges.
-    """
-    stage, sums = stage.copy(), _sums(graph, uses) & (phase == Phase.I)
-    source, target = stage[uses.producer], stage[uses.consumer]
-    backward = _RANK[phase] == _RANK[Phase.B]
-    between = backward[uses.producer] & sums[uses.consumer]
-    astray = uses.consumer[between & ~is_edge[target, source]]
-    for op in np.unique(astray)[::-1].tolist():  # a sum of sums before its parts
-        chain = [op]
-        while not _settle(graph, chain, stage, is_edge):
-            readers = _readers(graph, chain[-1])
-            if len(readers) != 1 or not sums[readers[0]]:
-                break
-            chain.append(int(readers[0]))
-    return stage
-
-
-def _readers(graph: OpGraph, op: int) -> NDArray[np.int32]:
-    span = graph.first_consumer[graph.first_output[op : op + 2]]
-    return np.unique(graph.consumers[slice(*span)])
-
-
-def _settle(
-    graph: OpGraph, chain: list[int], stage: NDArray[np.int64], is_edge: NDArray[np.bool_]
-) -> bool:
-    """Moves sums to the stage that needs the last, if all they read gets there along edges."""
-    places = np.unique(stage[_readers(graph, chain[-1])])
-    read = [graph.inputs[slice(*graph.first_input[op : op + 2])] for op in chain]
-    makers = np.setdiff1d(graph.tensor_producer[np.concatenate(read)], chain)
-    if len(places) != 1 or not is_edge[places[0], stage[makers]].all():
-        return False
-    stage[chain] = places[0]
-    return True
-
-
 def _defer_ties(
-    graph: OpGraph, uses: _Uses, phase: NDArray[np.uint8], stage: NDArray[np.int64]
+    graph: OpGraph, uses: Uses, phase: NDArray[np.uint8], stage: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
     """Returns the phases, [op], with sums of parameter gradients of several stages in the update.
 
     What reads such a sum is put off with it.
     """
-    phase, sums = phase.copy(), _sums(graph, uses)
+    phase, sums = phase.copy(), find_sums(graph)
     crosses = stage[uses.producer] != stage[uses.consumer]
     tied = crosses & (sums[uses.consumer] | (phase[uses.producer] == Phase.W))
     while True:
@@ -267,8 +211,8 @@ def _defer_ties(
         phase[uses.consumer[put_off]] = Phase.U
 
 
-def _check_phases(graph: OpGraph, uses: _Uses) -> None:
-    early = _RANK[graph.phase[uses.consumer]] < _RANK[graph.phase[uses.producer]]
+def _check_phases(graph: OpGraph, uses: Uses) -> None:
+    early = RANK[graph.phase[uses.consumer]] < RANK[graph.phase[uses.producer]]
     if early.any():
         ops = int(uses.consumer[early][0]), int(uses.producer[early][0])
         reader, maker = (
@@ -277,14 +221,14 @@ def _check_phases(graph: OpGraph, uses: _Uses) -> None:
         raise PlanError(f"{graph.name}: {reader} reads what {maker} makes: not a training step")
 
 
-def _within(phase: NDArray[np.uint8], uses: _Uses, only: Phase) -> NDArray[np.bool_]:
+def _within(phase: NDArray[np.uint8], uses: Uses, only: Phase) -> NDArray[np.bool_]:
     """Returns which tensors are both made and read in one phase, [use]."""
     both: NDArray[np.bool_] = (phase[uses.producer] == only) & (phase[uses.consumer] == only)
     return both
 
 
 def _check_acyclic(
-    graph: OpGraph, stage: NDArray[np.int64], uses: _Uses, counts: NDArray[np.bool_]
+    graph: OpGraph, stage: NDArray[np.int64], uses: Uses, counts: NDArray[np.bool_]
 ) -> None:
     """Refuses stages that wait for each other in a cycle, by the uses that count."""
     source, target = stage[uses.producer], stage[uses.consumer]
@@ -300,7 +244,7 @@ def _check_acyclic(
 
 
 def _check_backward(
-    graph: OpGraph, stage: NDArray[np.int64], uses: _Uses, stray: NDArray[np.bool_]
+    graph: OpGraph, stage: NDArray[np.int64], uses: Uses, stray: NDArray[np.bool_]
 ) -> None:
     """Refuses what the backward would send between stages that no activation goes between."""
     if not stray.any():
