@@ -16,6 +16,7 @@ from agents.planners.space import PlacementSpace
 from agents.portfolio_search import BASELINES, CONSTRUCTIVE
 from agents.task import PlacementTask
 from agents.train import Trained
+from agents.zero_shot import ZeroShot
 from simcore import Cluster, Job, OpGraph, Problem, Settings
 
 _FINALISTS = 16  # placements that are simulated again at full fidelity
@@ -27,13 +28,15 @@ class Policies:
 
     Attributes:
         trained: networks by name.
-        placements: simulated zero-shot.
+        placements: simulated zero-shot, a half of them drawn from the network, a half recombined.
+        polish: neighbours of the best that are tried after that.
         tune: evaluations of training on a task; 0 = none.
         groups: decisions, at most.
     """
 
     trained: Mapping[str, Trained]
     placements: int
+    polish: int
     tune: int
     groups: int
 
@@ -71,7 +74,10 @@ def evaluate(policies: Policies, graph: OpGraph, job: Job, cluster: Cluster, see
         row.seconds[method] = time.perf_counter() - begin
 
     note("constructive", lambda: _classical(space, 0, seed))
-    note("annealing", lambda: _classical(space, max(policies.tune, policies.placements), seed))
+    note(
+        "annealing",
+        lambda: _classical(space, max(policies.tune, policies.placements + policies.polish), seed),
+    )
     for name, trained in policies.trained.items():
         note(f"{name} zero-shot", lambda t=trained: _zero_shot(policies, t, space, seed))  # type: ignore[misc]
         if policies.tune:
@@ -108,12 +114,18 @@ def task_in(space: PlacementSpace, trained: Trained, groups: int) -> PlacementTa
 def _zero_shot(
     policies: Policies, trained: Trained, space: PlacementSpace, seed: int
 ) -> NDArray[np.int32]:
-    """Returns the best of the placements that a network proposes."""
-    task = task_in(space, trained, policies.groups)
-    actions = trained.propose(task, policies.placements, seed)
-    found = task.evaluate(actions)
-    order = np.lexsort((found.step_time, found.overflow))[:_FINALISTS]
-    return task.grouping.expand(actions[order])
+    """Returns the best that come of a network's draws."""
+    drawn = -(-policies.placements // 2)
+    shot = ZeroShot(
+        placements=drawn,
+        recombined=policies.placements - drawn,
+        polished=policies.polish,
+        groups=policies.groups,
+    )
+    recorder = Recorder(space=space)
+    shot.search(trained, space, seed, Budget(), recorder)
+    finds = [*recorder.curve[-_FINALISTS:], *recorder.by_finder.values()]
+    return np.array([found.placement for found in finds])
 
 
 def _tuned(

@@ -24,9 +24,12 @@ from agents.decode import coherent, fitted
 from agents.diagnostics import Diagnostics, Journal
 from agents.networks.inputs import Inputs
 from agents.observe import observe
+from agents.planners.anneal import Anneal
+from agents.planners.recorder import Budget, Recorder
 from agents.policy import Actor, likeliest
+from agents.portfolio_search import BASELINES, CONSTRUCTIVE
 from agents.task import PlacementTask
-from agents.teachers import annealed, renumbered
+from agents.teachers import KEPT, renumbered
 from agents.torch_state import seeded, torch_threads
 from simcore.errors import PlacewrightError
 
@@ -154,7 +157,7 @@ class Course:
         plans = list[np.ndarray[Any, Any]]()
         for number, task in enumerate(self.tasks):
             say(f"annealing task {number + 1} of {len(self.tasks)}")
-            found, _ = annealed(task, evaluations, self.config.seed)
+            found = best_plans(task, evaluations, self.config.seed)
             plans.append(renumbered(task, found))
         for number in range(steps):
             if number % 10 == 0:
@@ -196,6 +199,31 @@ class Course:
         self.learners[0].generator.set_state(state["generator"])
         for learner, kept in zip(self.learners, state["learners"], strict=True):
             learner.take_up(kept)
+
+
+def best_plans(task: PlacementTask, evaluations: int, seed: int) -> np.ndarray[Any, Any]:
+    """Returns plans to imitate, int64 [plan, group], best first.
+
+    They are what the constructive planners find and annealing makes of it, said in groups; those
+    that are worth less than the best of them by more than a tenth teach nothing and are left out.
+
+    Args:
+        task: the task.
+        evaluations: of annealing.
+        seed: of all that is drawn.
+    """
+    space, grouping = task.grouping.space, task.grouping
+    recorder, budget = Recorder(space=space), Budget(evaluations=evaluations)
+    for number, planner in enumerate((*BASELINES, *CONSTRUCTIVE)):
+        planner.search(space, np.random.default_rng([seed, number]), Budget(), recorder)
+    Anneal().search(space, np.random.default_rng([seed, 100]), budget, recorder)
+    finds = [*recorder.curve[-2 * KEPT :], *recorder.by_finder.values()]
+    said = np.stack([grouping.summarise(found.placement) for found in finds]).astype(np.int64)
+    plans = np.unique(said, axis=0)
+    reward = task.evaluate(plans).reward
+    order = np.argsort(-reward, kind="stable")[:KEPT]
+    kept: np.ndarray[Any, Any] = plans[order[reward[order] > reward.max() - np.log(1.1)]]
+    return kept
 
 
 def _never(actor: Actor) -> ppo.MakeActor:

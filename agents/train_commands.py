@@ -48,7 +48,8 @@ def add_evaluate(subparsers: Subparsers) -> None:
         "evaluate",
         help="compare trained policies with classical planners on many graphs and clusters",
         description="Places every graph on every cluster with each policy, without training "
-        "(zero-shot: the likeliest placement and draws) and, with --tune, after training on the "
+        "(zero-shot: draws, what is recombined of them, and with --polish neighbours of the best; "
+        "the simulator decides) and, with --tune, after training on the "
         "task. Beside them: the best of the constructive planners, and annealing with as many "
         "evaluations. All step times are at full fidelity.",
     )
@@ -57,6 +58,8 @@ def add_evaluate(subparsers: Subparsers) -> None:
     _add_tasks(parser)
     parser.add_argument("--placements", type=_whole, default=256, metavar="N",
                         help="simulated zero-shot (256)")  # fmt: skip
+    parser.add_argument("--polish", type=int, default=0, metavar="N",
+                        help="neighbours tried after that, unit by unit (0)")  # fmt: skip
     parser.add_argument("--tune", type=int, default=0, metavar="N",
                         help="evaluations of training on each task (0: none)")  # fmt: skip
     parser.set_defaults(run=_evaluate)
@@ -122,11 +125,13 @@ def _evaluate(args: argparse.Namespace) -> Answer:
     from agents.train import Trained
     from simcore.cluster import resolve
 
-    if args.tune < 0:
-        raise UsageError(f"--tune must be at least 0, not {args.tune}")
+    for name in ("tune", "polish"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} must be at least 0, not {getattr(args, name)}")
     policies = Policies(
         trained={path.stem: Trained.load(path) for path in args.checkpoint},
         placements=args.placements,
+        polish=args.polish,
         tune=args.tune,
         groups=args.groups,
     )

@@ -4,9 +4,10 @@ A cell is a model, a method and a seed. All methods begin at the best placement 
 planners, whose evaluations count for none of them. They search under the contention that policies
 train on (`agents.fidelity`); the best that they met are simulated again under the default, and that
 decides. Budgets are equal evaluations or, with ``--seconds``, equal processor time; m-SCT and METIS
-make their few proposals and stop. A finished cell is stored at once, and skipped where it is stored: its
-key has the method's sources (those in `agents`), the problem, and what the simulator says about the
-start. ``--minutes`` runs what fits; what did not is shown empty.
+make their few proposals and stop. A finished cell is stored at once, and skipped where it is
+stored: its key has the method's sources (those in `agents`), the problem, and what the simulator
+says about the start. ``--minutes`` runs what fits; what did not is shown empty.
+`bench.learner_report` says more about the stored cells.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace, Planner
 from agents.portfolio_search import BASELINES, CONSTRUCTIVE, SHARES
 from bench.intervals import summary
+from bench.learner_arms import ARMS
 from simcore import Cluster, Problem, Settings
 from simcore.atomic import write_whole
 from simcore.cluster import resolve
@@ -85,7 +87,9 @@ METHODS: dict[str, tuple[Step, ...]] = {
     "m_sct": (Step(MSct(), repeats=False),),
     "metis": (Step(Metis(), repeats=False),),
     "cross_entropy+ppo+anneal": (LEAN, Step(PolicyGradient(), SHARES["ppo"]), Step(Anneal())),
+    **{name: (Step(arm),) for name, arm in ARMS.items()},
 }
+USUAL = tuple(method for method in METHODS if method not in ARMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -345,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS, help="names or graph files")
     parser.add_argument("--cluster", default="4xP100-PCIe")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=USUAL)
     parser.add_argument("--evaluations", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, help="of each cell, in place of evaluations")
     parser.add_argument("--seeds", type=int, default=3)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from agents.planners.cross_entropy import CrossEntropy
 from agents.planners.learned import Learned, eagle, gdp, hierarchical, mars, placeto, reinforce
 from agents.planners.m_sct import MSct, favourite_children
 from agents.planners.mcmc import Mcmc
@@ -100,3 +101,18 @@ def test_a_device_waits_for_the_favourite_child():
     placement = recorder.best.placement
     assert len(set(placement[[0, 7, 8, 9, 10]].tolist())) == 1
     assert recorder.best.step_time <= 16e-3
+
+
+@pytest.mark.parametrize("planner", [CrossEntropy(), post()], ids=lambda planner: planner.name)
+def test_cross_entropy_and_post_solve_the_toy_in_nineteen_of_twenty_seeds(planner):
+    solved = 0
+    for seed in range(20):
+        space = toy().grouping.space
+        recorder, budget = Recorder(space=space), Budget(evaluations=16_384)
+        recorder.listener = lambda found, spent: (
+            spent.stop() if found.best and found.best.step_time < TOY_OPTIMUM * (1 + 1e-9) else None
+        )
+        planner.search(space, np.random.default_rng(seed), budget, recorder)
+        assert recorder.best is not None
+        solved += recorder.best.step_time < TOY_OPTIMUM * (1 + 1e-9)
+    assert solved >= 19

@@ -101,7 +101,7 @@ def test_an_interruption_keeps_the_cells_before_it(graph, tmp_path, monkeypatch,
 SLOW = {"hierarchical", "reinforce"}  # whose decoders go group by group
 METHODS = [
     pytest.param(method, marks=pytest.mark.slow if method in SLOW else ())
-    for method in learners.METHODS
+    for method in learners.USUAL
     if method != "constructive"
 ]
 

@@ -194,3 +194,9 @@ def test_the_toy_is_solved_in_nineteen_of_twenty_seeds():
     config = Config(evaluations=EVALUATIONS)
     found = [meets_optimum(train, dataclasses.replace(config, seed=s)) for s in range(20)]
     assert sum(found) >= 19
+
+
+@pytest.mark.slow
+def test_the_toy_is_solved_by_the_placer_of_whole_sequences():
+    config = Config(evaluations=EVALUATIONS, placer="whole")
+    assert all(meets_optimum(train, dataclasses.replace(config, seed=s)) for s in range(10))

@@ -12,10 +12,11 @@ from agents.networks.hierarchical import Squash
 from agents.networks.placeto import Relations
 from agents.task import Evaluation, toy
 from simcore.errors import UsageError
-from tests.learning import curve, raising
+from tests.learning import EVALUATIONS, curve, meets_optimum, raising
 
+PAPER = hierarchical.Config(evaluations=24, width=8, hidden=4, constants="paper")
 SMALL = {
-    hierarchical: hierarchical.Config(evaluations=24, width=8, hidden=4),
+    hierarchical: hierarchical.Config(evaluations=48, width=8, hidden=4),
     placeto: placeto.Config(evaluations=3 * 89, width=4, rounds=2),
 }
 
@@ -63,7 +64,7 @@ def test_paper_and_code_have_constants_of_their_own():
 
 
 def test_there_are_twenty_groups_for_each_device():
-    planner = hierarchical.Planner.new(SMALL[hierarchical], toy())
+    planner = hierarchical.Planner.new(PAPER, toy())
     assert planner.groups == 60
     assert planner.draw().placements.shape == (4, 11)
 
@@ -80,14 +81,14 @@ def test_a_unit_is_seen_with_its_sizes_and_all_of_its_neighbours():
 
 
 def test_the_baseline_begins_at_a_failure_and_follows_rewards():
-    planner = hierarchical.Planner.new(SMALL[hierarchical], toy())
+    planner = hierarchical.Planner.new(PAPER, toy())
     assert planner.baseline == -10.0
     planner.learn(planner.draw(), found(0.04, 0.04, 0.04, 0.04))
     assert planner.baseline == pytest.approx(0.9 * -10.0 + 0.1 * -0.2)
 
 
 def test_failures_count_as_a_hundred_seconds_until_they_are_left_out():
-    config = dataclasses.replace(SMALL[hierarchical], forgiving=1)
+    config = dataclasses.replace(PAPER, forgiving=1)
     planner = hierarchical.Planner.new(config, toy())
     planner.learn(planner.draw(), found(0.04, 2.0, 2.0, 2.0))
     first = planner.baseline
@@ -100,11 +101,37 @@ def test_failures_count_as_a_hundred_seconds_until_they_are_left_out():
 
 
 def test_the_rate_falls_from_step_four_hundred_on():
-    planner = hierarchical.Planner.new(SMALL[hierarchical], toy())
+    planner = hierarchical.Planner.new(PAPER, toy())
     for steps, rate in ((0, 0.1), (449, 0.1), (450, 0.095), (500, 0.1 * 0.95**2)):
         planner.steps = steps
         planner.learn(planner.draw(), found(0.04, 0.04, 0.04, 0.03))
         assert planner.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_our_constants_compare_with_the_mean_of_a_step_in_deviations():
+    planner = hierarchical.Planner.new(SMALL[hierarchical], toy())
+    drawn = planner.draw()
+    assert drawn.placements.shape == (16, 11)
+    planner.learn(drawn, found(*[0.04] * 8, *[0.02] * 8))
+    mean = -math.log(math.sqrt(0.04 * 0.02))
+    assert planner.baseline == pytest.approx(mean)
+    planner.steps = 1
+    assert planner._tuned_gain(found(0.04, 0.04)).tolist() == [-5.0, -5.0]  # at most five
+    assert planner.optimizer.param_groups[0]["lr"] == pytest.approx(0.003)
+
+
+def test_with_our_constants_a_policy_is_still_open_where_the_published_are_certain():
+    open_, certain = (
+        hierarchical.Config(evaluations=20 * samples, width=8, hidden=4, constants=kind)
+        for kind, samples in (("tuned", 16), ("paper", 4))
+    )
+    ends = []
+    for config in (open_, certain):
+        rows = list[placeto.Diagnostics]()
+        hierarchical.train(config, toy(), listener=rows.append)
+        ends.append(rows[-1].entropy)
+    assert ends[0] > 1.0
+    assert ends[1] < 0.8
 
 
 # Placeto
@@ -137,7 +164,7 @@ def test_a_group_mostly_stays_at_first():
     now = np.tile([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1], (8, 1))
     for group in range(11):
         likely = improver.logits(now, group).softmax(1)[:, now[0, group]]
-        assert (likely > 0.6).all()
+        assert (likely > 0.45).all()
 
 
 def test_the_next_pass_begins_at_the_best_met():
@@ -146,3 +173,27 @@ def test_the_next_pass_begins_at_the_best_met():
     best = improver.finalists.best
     assert best is not None
     assert improver.best.tolist() == list(best.actions)
+
+
+def test_a_life_that_finds_nothing_better_ends_and_what_was_found_is_kept():
+    config = dataclasses.replace(SMALL[placeto], evaluations=2000, patience=2)
+    rows = list[placeto.Diagnostics]()
+    placeto.train(config, toy(), listener=rows.append)
+    assert rows[-1].life > 1
+    best = [row.best_step_time for row in rows]
+    assert best == sorted(best, reverse=True)
+    again = placeto.Improver.new(config, toy(), None)
+    again.iterate()
+    again.begin_again()
+    assert again.best.tolist() == again.start.tolist()
+    assert again.finalists.best is not None
+
+
+# the optimum
+
+
+@pytest.mark.slow
+def test_placeto_solves_the_toy_in_nineteen_of_twenty_seeds():
+    config = placeto.Config(evaluations=EVALUATIONS)
+    found = [meets_optimum(placeto.train, dataclasses.replace(config, seed=s)) for s in range(20)]
+    assert sum(found) >= 19

@@ -36,6 +36,7 @@ from agents.ppo import (
 from agents.task import TOY_OPTIMUM, Evaluation, PlacementTask, toy
 from simcore.errors import PlacewrightError
 from tests.conftest import ROOT
+from tests.learning import meets_optimum
 
 EVALUATIONS = 8192  # random placements find the toy's optimum within as many once in four times
 SHORT = Config(evaluations=20 * 16, placements=16, checkpoint_every=10)
@@ -468,3 +469,10 @@ def test_the_command_line_explains_itself():
 def test_the_command_line_refuses_nonsense(arguments, message, capsys):
     assert run_command(Config, train, ["x", "--cluster", "4xP100-PCIe", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_toy_is_solved_in_nineteen_of_twenty_seeds():
+    config = Config(evaluations=EVALUATIONS)
+    found = [meets_optimum(train, dataclasses.replace(config, seed=seed)) for seed in range(20)]
+    assert sum(found) >= 19

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agents.planners.grouping import Grouping
+from agents.agent_options import SHIPPED
 from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace
-from agents.task import PlacementTask
 from simcore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,14 +24,18 @@ class TrainedPlanner:
 
     Attributes:
         checkpoint: file of ``placewright train``.
-        placements: proposed without training; 0 = none.
+        placements: drawn from the network; 0 = none.
+        recombined: made of the draws (`agents.zero_shot`).
+        polished: neighbours of the best that are tried after that.
         groups: decisions, at most.
         tune: whether to train on the task with what is left of the budget.
         patience: iterations without a better placement that end the training.
     """
 
     checkpoint: Path
-    placements: int = 256
+    placements: int = 128
+    recombined: int = 128
+    polished: int = 0
     groups: int = 128
     tune: bool = True
     patience: int = 40
@@ -54,14 +57,21 @@ class TrainedPlanner:
         trained: Trained = importlib.import_module("agents.train").Trained.load(self.checkpoint)
         if trained.system != self.name:
             raise UsageError(f"{self.checkpoint}: a network of {trained.system}, not {self.name}")
-        grouping = Grouping.of(space, max(self.groups, trained.config.GROUPS))
-        if not grouping.num_groups:
-            return
-        task = PlacementTask.of(grouping).recorded(self.name, recorder, budget)
         seed = int(rng.integers(2**31))
-        if self.placements:
-            task.evaluate(trained.propose(task, self.placements, seed))
-        if self.tune and budget.left():
+        shot = importlib.import_module("agents.zero_shot").ZeroShot(
+            placements=self.placements,
+            recombined=self.recombined,
+            polished=self.polished,
+            groups=self.groups,
+        )
+        task = shot.search(trained, space, seed, budget, recorder, self.name)
+        if self.tune and task is not None and budget.left():
             result = trained.tuned(task, _FOREVER, seed, patience=self.patience)
             if result.interrupted:
                 raise KeyboardInterrupt
+
+
+def shipped() -> TrainedPlanner | None:
+    """Returns Mars as it ships, without training on the task; None where no network ships."""
+    path = SHIPPED / "mars.pt"
+    return TrainedPlanner(checkpoint=path, tune=False) if path.is_file() else None
