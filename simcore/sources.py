@@ -1,4 +1,4 @@
-"""What a user names -> OpGraph and Job: a model, a factory of their own, or a graph file.
+"""What a user names -> OpGraph and Job: a model, a factory of their own, or a file.
 
 The name of a known model wins over a file of that name (write ``./vgg16`` for the file); what is
 not a file and has a colon is a factory. Graph files are told apart by what is in them, never by
@@ -16,6 +16,7 @@ import msgspec
 from simcore.errors import GraphError, JobError, UsageError
 from simcore.frontends.dnn_partitioning import decode_partitioning
 from simcore.frontends.files import decode_text, read_bytes
+from simcore.frontends.hlo import decode_step, is_hlo
 from simcore.frontends.pipedream import decode_profile
 from simcore.graph import OpGraph
 from simcore.graph_file import FORMAT, decode_graph
@@ -25,6 +26,8 @@ from simcore.models import build, model_names, model_spec
 _PROFILE_MARK = b"forward_compute_time="
 _HEAD = 2**16  # bytes looked at to tell text formats apart
 _BOM = b"\xef\xbb\xbf"
+_ONNX_MARK = b"\x08"  # the field ir_version, with which a model of ONNX begins
+_SUFFIXES = (".txt", ".json", ".hlo", ".mlir", ".onnx")
 
 
 def load_graph(
@@ -51,7 +54,7 @@ def load_graph(
     if source in model_names():
         graph, job = _named(source, changes)
     elif is_file(source):
-        graph, job = _from_file(source, changes)
+        graph, job = read_step_file(source, changes)
     elif is_captured(source):
         if not trusted:
             raise UsageError(
@@ -69,7 +72,7 @@ def is_file(source: str) -> bool:
     if not source or "\0" in source or source in model_names():
         return False
     path = Path(source)
-    return "/" in source or path.suffix in (".txt", ".json") or path.exists()
+    return "/" in source or path.suffix in _SUFFIXES or path.exists()
 
 
 def is_captured(source: str) -> bool:
@@ -83,15 +86,41 @@ def read_graph_file(path: str | Path) -> OpGraph:
     Raises:
         GraphError: the file cannot be read, has no known format or breaks it.
     """
+    return read_step_file(path)[0]
+
+
+def read_step_file(
+    path: str | Path, changes: Mapping[str, Any] | None = None
+) -> tuple[OpGraph, Job]:
+    """Returns the graph of a file and its job.
+
+    Args:
+        path: of the file.
+        changes: fields of the job that differ from the file's own.
+
+    Raises:
+        GraphError: as `read_graph_file`.
+        JobError: the job is not possible for this file.
+    """
+    changes = dict(changes or {})
     source = str(path)
     content = read_bytes(path).removeprefix(_BOM)
+    if content.startswith(_ONNX_MARK):
+        from simcore.frontends.torch_onnx import decode_onnx
+
+        return decode_onnx(content, source, changes)
+    if "sequence_length" in changes:
+        raise JobError(f"{source}: the sequence length of a graph file cannot be changed")
     if content.lstrip()[:1] in (b"{", b"["):
-        return _from_json(content, source)
+        return _measured(_from_json(content, source), changes)
     if _PROFILE_MARK in content[:_HEAD]:
-        return decode_profile(decode_text(content, source), source)
+        return _measured(decode_profile(decode_text(content, source), source), changes)
+    if is_hlo(content[:_HEAD].decode("utf-8", "replace")):
+        graph, job = decode_step(decode_text(content, source), source)
+        return graph, _changed_step(graph, job, changes, source)
     raise GraphError(
         f"{source}: not a graph file: neither PipeDream's graph.txt nor dnn-partitioning JSON nor "
-        f"{FORMAT}"
+        f"{FORMAT} nor HLO or StableHLO text nor ONNX"
     )
 
 
@@ -116,11 +145,20 @@ def _from_json(content: bytes, source: str) -> OpGraph:
     raise GraphError(f'{source}: not a graph: neither "format" nor "nodes" at the top level')
 
 
-def _from_file(source: str, changes: dict[str, Any]) -> tuple[OpGraph, Job]:
-    if "sequence_length" in changes:
-        raise JobError(f"{source}: the sequence length of a graph file cannot be changed")
-    graph = read_graph_file(source)
+def _measured(graph: OpGraph, changes: Mapping[str, Any]) -> tuple[OpGraph, Job]:
     return graph, Job(batch=graph.batch).replace(**changes)
+
+
+def _changed_step(graph: OpGraph, job: Job, changes: Mapping[str, Any], source: str) -> Job:
+    """Returns the job of a file that is a whole training step, with what may differ from it."""
+    changed = job.replace(**changes)
+    if changed.precision != job.precision:
+        raise JobError(
+            f"{source}: its dtypes are those of {job.precision}; a file cannot be converted"
+        )
+    if changed.batch != job.batch and not graph.tensor_bytes[:, 1].any():
+        raise JobError(f"{source}: the batch of {job.batch} is fixed: no size grows with it")
+    return changed
 
 
 def _named(source: str, changes: dict[str, Any]) -> tuple[OpGraph, Job]:

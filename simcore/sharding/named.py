@@ -41,12 +41,17 @@ def find_roles(graph: OpGraph, linkage: Linkage) -> Roles:
     batch = [number for number, group in enumerate(linkage.groups) if group.name == BATCH]
     position = [g for g in seen.loops(OpClass.ATTENTION, "q") if g not in batch]
     heads = [g for g in seen.loops(OpClass.ATTENTION, "h") if g not in batch]
+    within: list[int] = []
+    if not heads:
+        heads, position, within = seen.products_of_attention(batch)
     experts = [g for g in seen.loops(OpClass.BATCHED_MATMUL, "b") if g in seen.weights]
     tables = seen.loops(OpClass.EMBEDDING, "v")  # rows of the table
     spread = seen.inner(OpClass.SOFTMAX) | seen.inner(OpClass.LOSS)
     wide = [g for g in seen.weights if g in spread or g in _largest(linkage, tables)]
-    vocabulary = [g for g in wide if g not in experts]  # a router's softmax is over experts
-    taken = {*batch, *position, *heads, *experts, *vocabulary, *seen.inner(OpClass.NORMALISATION)}
+    others = {*experts, *position}  # a router's softmax is over experts, attention's over positions
+    vocabulary = [g for g in wide if g not in others]
+    taken = {*batch, *position, *heads, *within, *experts, *vocabulary}
+    taken |= seen.inner(OpClass.NORMALISATION)
     products = (OpClass.MATMUL, OpClass.BATCHED_MATMUL, OpClass.CONVOLUTION)
     made = {g for each in products for g in seen.sides(each, is_output=True)}
     read = {g for each in products for g in seen.sides(each, is_output=False)}
@@ -113,6 +118,29 @@ class _Seen:
                 if loop.name == name:
                     found[group] = None
         return list(found)
+
+    def products_of_attention(self, batch: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Returns heads, positions and widths of attention that is products around a softmax.
+
+        Its products read no weights; heads are the batches of products that have weights,
+        positions what the softmax is over, and widths, of a head, the rest.
+        """
+        softmax = self.inner(OpClass.SOFTMAX)
+        heads: dict[int, None] = {}
+        position: dict[int, None] = {}
+        within: dict[int, None] = {}
+        for op in self._ops(OpClass.BATCHED_MATMUL):
+            pairs = [(loop.dim, group) for loop, group in self._pairs(op) if group not in batch]
+            over = [group for dim, group in pairs if dim != "b" and group in softmax]
+            if over and not self._reads_weights(op):
+                position.update(dict.fromkeys(over))
+                heads.update({g: None for dim, g in pairs if dim == "b" and g in self.weights})
+                within.update({g: None for dim, g in pairs if dim != "b" and g not in softmax})
+        return list(heads), list(position), list(within)
+
+    def _reads_weights(self, op: int) -> bool:
+        read = self.graph.inputs[self.graph.first_input[op] : self.graph.first_input[op + 1]]
+        return bool((self.graph.tensor_role[read] == Role.PARAMETER).any())
 
     def inner(self, op_class: OpClass) -> set[int]:
         """Returns the groups that ops of a class cannot split without communication."""

@@ -1,0 +1,230 @@
+"""ONNX files as inputs: a forward that is read, and the training step that is derived from it."""
+
+import json
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from simcore import cli as command_line
+from simcore.errors import CaptureError, GraphError, JobError
+from simcore.frontends.torch_capture import capture
+from simcore.frontends.torch_onnx_nodes import FUNCTIONS
+from simcore.graph import OpGraph, Phase
+from simcore.job import Job
+from simcore.sharding.groups import find_linkage
+from simcore.sharding.named import find_roles
+from simcore.sources import load_graph
+
+onnx_models = pytest.importorskip(
+    "tests.onnx_models", reason="onnx makes these files: pip install 'placewright[onnx]'"
+)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    def run(model: Any, **changes: Any) -> tuple[OpGraph, Job]:
+        graph, job, _ = load_graph(str(onnx_models.save(model, tmp_path / "m.onnx")), changes)
+        return graph, job
+
+    return run
+
+
+def flops(graph: OpGraph, batch: int | None = None) -> float:
+    return float(graph.at_batch(batch).flops.sum())
+
+
+def group_sizes(graph: OpGraph) -> Counter[tuple[int, int]]:
+    return Counter(group.size for group in find_linkage(graph).groups)
+
+
+def test_vgg_is_what_it_is_in_torch(load: Any) -> None:
+    graph, job = load(onnx_models.vgg())
+    known, _, _ = load_graph("vgg-19", {"batch": 32})
+    assert job == Job(batch=32)
+    assert int(graph.elements.sum()) == int(known.elements.sum()) == 143_667_240
+    convolutions = {"aten.convolution", "aten.convolution_backward", "aten.addmm", "aten.mm"}
+    for kind in convolutions:
+        ours, theirs = (
+            each.at_batch(None).flops[[target == kind for target in each.op_targets]].sum()
+            for each in (graph, known)
+        )
+        assert ours == theirs > 0
+    inside = (Phase.F, Phase.B, Phase.U)
+    assert all((graph.phase == phase).any() for phase in inside)
+    assert group_sizes(graph) == group_sizes(known)
+
+
+@pytest.mark.slow
+def test_vgg_shows_the_known_answer(tmp_path: Path, capsys: Any) -> None:
+    path = onnx_models.save(onnx_models.vgg(), tmp_path / "vgg.onnx")
+    steps = []
+    for source in (str(path), "vgg-19"):
+        arguments = ["plan", source, "--cluster", "2x8xV100", "--strategy", "sharding"]
+        arguments += ["--evaluations", "600", "--batch", "256", "--json"]
+        assert command_line.main([*arguments, "--out", str(tmp_path / "plan.json")]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["step_time_s"])
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # no dropout in the file
+    assert steps[0] < 0.15
+
+
+@pytest.mark.parametrize("batch", [4, "batch"])
+def test_a_fixed_batch_and_an_open_one_are_one_graph(load: Any, batch: int | str) -> None:
+    graph, job = load(onnx_models.attention(batch), batch=8)
+    torch_graph = capture(Attention(), (torch.zeros(8, 16, 32),), Job(batch=8), name="torch")
+    assert job.batch == 8
+    assert int(graph.elements.sum()) == int(torch_graph.elements.sum())
+    for batch_size in (8, 24):
+        assert flops(graph, batch_size) == flops(torch_graph, batch_size)
+    assert group_sizes(graph) == group_sizes(torch_graph)
+    roles = find_roles(graph, find_linkage(graph))
+    assert len(roles.heads) == 1
+
+
+class Attention(nn.Module):
+    """What `onnx_models.attention` writes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Parameter(torch.zeros(32, 32)) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (x.shape[0], 16, 4, 8)
+        q = (x @ self.q).reshape(shape).permute(0, 2, 1, 3)
+        k = (x @ self.k).reshape(shape).permute(0, 2, 3, 1)
+        v = (x @ self.v).reshape(shape).permute(0, 2, 1, 3)
+        seen = ((q @ k).softmax(-1) @ v).permute(0, 2, 1, 3)
+        return self.norm(seen.reshape(x.shape) @ self.o).mean()
+
+
+CASES: list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], dict[str, Any]]] = [
+    ("Add", (4, 8), ((8,),), {}),
+    ("Gelu", (4, 8), (), {}),
+    ("Erf", (4, 8), (), {}),
+    ("Softmax", (4, 8), (), {"axis": -1}),
+    ("ReduceMean", (4, 8), (), {}),
+    ("Conv", (4, 3, 8, 8), ((6, 3, 3, 3),), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
+    ("Conv", (4, 3, 8, 8), ((6, 3, 3, 3),), {"pads": [0, 0, 1, 1]}),
+    ("ConvTranspose", (4, 3, 8, 8), ((3, 6, 3, 3),), {"strides": [2, 2]}),
+    ("MaxPool", (4, 3, 8, 8), (), {"kernel_shape": [3, 3], "pads": [0, 0, 1, 1]}),
+    ("AveragePool", (4, 3, 8, 8), (), {"kernel_shape": [2, 2], "strides": [2, 2]}),
+    ("GlobalAveragePool", (4, 3, 8, 8), (), {}),
+    ("BatchNormalization", (4, 3, 8, 8), ((3,), (3,), (3,), (3,)), {}),
+    ("LayerNormalization", (4, 8), ((8,), (8,)), {}),
+    ("Gemm", (4, 8), ((8, 5), (5,)), {"alpha": 0.5}),
+    ("Transpose", (4, 8, 3), (), {"perm": [0, 2, 1]}),
+    ("Concat", (4, 8), ((4, 8),), {"axis": 1}),
+    ("Flatten", (4, 8, 3), (), {}),
+    ("Einsum", (4, 8), ((8, 5),), {"equation": "bi,ij->bj"}),
+]
+
+
+@pytest.mark.parametrize(("op", "shape", "weights", "attributes"), CASES)
+def test_a_node_gives_the_shape_that_onnx_infers(
+    op: str, shape: tuple[int, ...], weights: Any, attributes: dict[str, Any]
+) -> None:
+    from simcore.frontends.torch_onnx import module_of
+
+    model = onnx_models.one_node(op, shape, *weights, **attributes)
+    shown = onnx_models.onnx.shape_inference.infer_shapes(model).graph.output[0]
+    wanted = [dim.dim_value for dim in shown.type.tensor_type.shape.dim]
+    module = module_of(model, "m.onnx").to_empty(device="cpu")
+    found = module(torch.zeros(shape))
+    assert list(found.shape) == wanted
+
+
+def test_batch_norm_keeps_statistics_and_trains_the_rest(load: Any) -> None:
+    model = onnx_models.one_node("BatchNormalization", (4, 3, 8, 8), *[(3,)] * 4)
+    graph, _ = load(model)
+    updated = {name for name in graph.op_names if name.endswith(".update")}
+    assert updated == {"scale.update", "w0.update", "w1.update"}
+
+
+def test_an_op_that_is_not_known_is_named_with_its_node(load: Any) -> None:
+    assert "NonMaxSuppression" not in FUNCTIONS
+    with pytest.raises(CaptureError, match=r"m\.onnx: node \S+ \(LSTM\): this op is not supported"):
+        load(onnx_models.one_node("LSTM", (4, 8), hidden_size=4))
+    with pytest.raises(CaptureError, match=r"node gemm_1 \(Gemm\)"):
+        load(onnx_models.one_node("Gemm", (4, 8), (9, 5)))
+
+
+def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
+    path = onnx_models.save(onnx_models.attention(4), tmp_path / "m.onnx")
+    content = path.read_bytes()
+    for share in (0.1, 0.5, 0.9):
+        path.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises((GraphError, CaptureError), match=r"m\.onnx: "):
+            load_graph(str(path))
+    path.write_bytes(b"\x08\x07")
+    with pytest.raises(GraphError, match=r"m\.onnx: not ONNX"):
+        load_graph(str(path))
+
+
+def test_a_batch_that_is_written_into_constants_is_refused(load: Any) -> None:
+    maker = onnx_models.Maker()
+    done = maker.node("Mul", "x", maker.weight("scale", 8))
+    done = maker.node("Add", done, maker.weight("rows", 4, 8))
+    model = maker.model((("x", 1, [4, 8]),), done)
+    with pytest.raises(JobError, match="the batch of 4 is part of the file"):
+        load(model)
+
+
+def test_the_package_is_asked_for_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = onnx_models.save(onnx_models.attention(4), tmp_path / "m.onnx")
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(GraphError, match=r"pip install 'placewright\[onnx\]'"):
+        load_graph(str(path))
+
+
+def test_a_model_is_planned_from_its_file(tmp_path: Path, capsys: Any) -> None:
+    path = onnx_models.save(onnx_models.attention("batch"), tmp_path / "m.onnx")
+    out = str(tmp_path / "plan.json")
+    arguments = ["plan", str(path), "--cluster", "1xV100", "--evaluations", "20", "--json"]
+    assert command_line.main([*arguments, "--out", out, "--batch", "4"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert command_line.main(["simulate", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == printed["step_time_s"]
+
+
+@pytest.mark.slow
+def test_a_model_that_torch_exports_is_what_torch_records(load: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="torch exports with it")
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+            self.table = nn.Embedding(100, 32)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(32, 100)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers(self.table(ids)))
+
+    model, ids = Encoder(), torch.zeros(4, 16, dtype=torch.long)
+    captured = capture(model, (ids,), Job(batch=4), name="torch")
+    path = str(tmp_path / "exported.onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter
+        torch.onnx.export(model, (ids,), path, verbose=False)
+    graph, _, _ = load_graph(path)
+    missing = {name for name in captured.tensor_names if name.endswith("weight")}
+    assert missing
+    products = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
+    done = [
+        sum(
+            value
+            for value, target in zip(each.at_batch(None).flops, each.op_targets, strict=True)
+            if target in products or "attention" in target
+        )
+        for each in (graph, captured)
+    ]
+    assert done[0] == pytest.approx(done[1], rel=0.1)
