@@ -4,7 +4,9 @@ A critical path says what the step waits for now; it does not say what it would 
 each change is made and the plan simulated again, with the same plan and everything else as it is.
 """
 
-from collections.abc import Iterator
+import difflib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
 from simcore.cost import kinds_of
+from simcore.errors import UsageError
 from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.pipeline_build import stage_of_units
@@ -47,6 +50,9 @@ class Change(NamedTuple):
             return f"{self.what}: no gain"
         share = self.saved / step_time
         return f"{self.what}: {format_seconds(self.step_time)} a step, {share:.1%} less"
+
+
+Run = tuple[OpGraph, Cluster, Job, Plan, Result, Settings]  # a simulation and what it is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,109 @@ def what_if(
     return sorted(changes, key=lambda change: (-change.saved, change.what))
 
 
+def asked_change(  # noqa: PLR0913, PLR0917 - what a simulation consists of, and the question
+    graph: OpGraph,
+    cluster: Cluster,
+    job: Job,
+    plan: Plan,
+    result: Result,
+    settings: Settings | None,
+    question: str,
+) -> Change:
+    """Returns what one change that a user names would save.
+
+    Args:
+        graph: the graph the plan is for.
+        cluster: the cluster it is for.
+        job: the job.
+        plan: a valid plan.
+        result: its simulation under these settings.
+        settings: how to simulate; None = as the plan says.
+        question: ``NAME`` or ``NAME=TIMES``: a link (``gpu0-gpu1``), a link kind, a device kind, a
+            stage, a module with all inside it, or an op, that many times as fast (2).
+
+    Raises:
+        UsageError: there is nothing of that name, or the times are not a positive number.
+    """
+    task = _Task(graph=graph, cluster=cluster, job=job, plan=plan,
+                 options=Options.of(plan, settings))  # fmt: skip
+    name, times = _read_question(question)
+    if links := _links_of(cluster, name):
+        changed = task.time(_with_faster(cluster, links, times))
+    else:
+        changed = task.time(scale=_scale(task, name, times))
+    return Change(f"{name} {times:g} times as fast", changed, result.step_time - changed)
+
+
+def change_rows(run: Run, questions: Sequence[str], *, usual: bool) -> list[dict[str, str | float]]:
+    """Returns what changes would save, as rows of a report: those named, then the usual ones.
+
+    Args:
+        run: a simulation and what it is of.
+        questions: as of `asked_change`.
+        usual: whether those of `what_if` follow.
+    """
+    changes = [asked_change(*run, question) for question in questions]
+    changes += what_if(*run) if usual else []
+    return [
+        {
+            "what": each.what,
+            "step_time_s": each.step_time,
+            "saved_s": each.saved,
+            "text": each.text(run[4].step_time),
+        }
+        for each in changes
+    ]
+
+
+def _read_question(question: str) -> tuple[str, float]:
+    name, separator, text = question.rpartition("=")
+    if not separator:
+        return question.strip(), FASTER
+    try:
+        times = float(text)
+    except ValueError:
+        times = math.nan
+    if not 0.0 < times < math.inf:
+        raise UsageError(f"{question!r}: {text!r} is no positive number of times")
+    return name.strip(), times
+
+
+def _links_of(cluster: Cluster, name: str) -> list[int]:
+    """Returns the links of a kind, or between two ends, ``a-b``."""
+    plain = name.replace(" ", "")
+    return [
+        number
+        for number, link in enumerate(cluster.links)
+        if name == link.kind or plain in {f"{link.a}-{link.b}", f"{link.b}-{link.a}"}
+    ]
+
+
+def _scale(task: _Task, name: str, times: float) -> NDArray[np.float64]:
+    """Returns what ops take, [op, kind], with a device kind, a stage, a module or an op faster."""
+    graph, kinds = task.graph, kinds_of(task.cluster)
+    scale = np.ones((graph.num_ops, len(kinds)))
+    stages = [stage.name for stage in task.plan.stages]
+    if name in kinds:
+        scale[:, kinds.index(name)] = 1.0 / times
+        return scale
+    if len(stages) > 1 and name in stages:
+        here = stage_of_units(task.plan, graph)[graph.unit] == stages.index(name)
+    else:
+        modules = zip(graph.op_names, graph.op_modules, strict=True)
+        here = np.array([name in {op, m} or m.startswith(f"{name}.") for op, m in modules])
+    if not here.any():
+        links = [name for link in task.cluster.links for name in (link.kind, f"{link.a}-{link.b}")]
+        known = [*filter(None, links), *kinds, *stages, *graph.op_modules, *graph.op_names]
+        near = difflib.get_close_matches(name, dict.fromkeys(known), 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(
+            f"{name!r} is no link, kind of link or device, stage, module or op of this plan{hint}"
+        )
+    scale[here] = 1.0 / times
+    return scale
+
+
 def _links(task: _Task, result: Result) -> Iterator[tuple[str, float]]:
     """Yields link kinds, then single links, that carried anything, and the step with them."""
     carried = _carried(task.cluster, result)
@@ -132,10 +241,10 @@ def _carried(cluster: Cluster, result: Result) -> NDArray[np.float64]:
     return carried
 
 
-def _with_faster(cluster: Cluster, links: list[int]) -> Cluster:
+def _with_faster(cluster: Cluster, links: list[int], times: float = FASTER) -> Cluster:
     faster = list(cluster.links)
     for number in links:
-        faster[number] = replace(faster[number], bandwidth=faster[number].bandwidth * FASTER)
+        faster[number] = replace(faster[number], bandwidth=faster[number].bandwidth * times)
     return Cluster(
         name=cluster.name,
         devices=cluster.devices,

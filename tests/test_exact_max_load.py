@@ -37,6 +37,15 @@ PUBLISHED = {
     "resnet50_inference": 124.349,
     "resnet50_training": 255.194,
 }
+# the best of the published heuristics there (local search ignores memory and contiguity)
+HEURISTICS = {
+    "bert_l-3_inference": 27.5741,
+    "bert_l-3_training": 65.3031,
+    "bert_l-12_inference": 147.478,
+    "bert_L-12_training": 437.998,
+    "resnet50_inference": 124.349,
+    "resnet50_training": 255.194,
+}
 
 
 @st.composite
@@ -270,3 +279,15 @@ def test_a_wide_graph_gets_a_split_and_a_bound(data: Path) -> None:
     assert solution.placement is not None
     assert objective(problem, solution.placement) == pytest.approx(solution.load)
     assert solution.load < 1.5 * solution.bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEURISTICS)
+def test_free_placements_are_no_worse_than_the_published_heuristics(data: Path, name: str) -> None:
+    folder = data / "dnn_partitioning" / "estimated_costs_operator_graphs"
+    problem = read_max_load(folder / f"{name}.json")
+    solution = best_free(problem, seconds=20)
+    assert solution.placement is not None
+    assert objective(problem, solution.placement) == pytest.approx(solution.load)
+    assert solution.load <= HEURISTICS[name] * (1 + 1e-4)
+    assert solution.bound <= solution.load

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 
 from simcore.cluster import Cluster
+from simcore.errors import UsageError
 from simcore.graph import OpGraph
 from simcore.job import Job
+from simcore.path_text import path_text
 from simcore.plan import Plan
 from simcore.simulation import simulate
-from simcore.what_if import Change, what_if
+from simcore.what_if import Change, asked_change, what_if
 from tests.networks import star
 
 MB = 10**6
@@ -72,3 +74,53 @@ def test_free_launches_are_not_asked_for_where_they_are_free():
         result = simulate(graph, cluster, job, plan, settings=settings)
         changes = what_if(graph, cluster, job, plan, result, settings)
         assert sum("launches" in change.what for change in changes) == wanted
+
+
+def answer(question: str) -> float:
+    """Returns what a question saves of a step of 1 s on d0, 1 s of transfer and 2 s on d1."""
+    graph = OpGraph.from_edges({"a": 1.0, "b": 2.0}, [("a", "b", 1000 * MB)])
+    cluster, job = star(2), Job()
+    plan = Plan.from_placement(graph, cluster, job, [0, 1])
+    result = simulate(graph, cluster, job, plan)
+    return asked_change(graph, cluster, job, plan, result, None, question).saved
+
+
+@pytest.mark.parametrize(
+    ("question", "saved"),
+    [
+        ("b", 1.0),
+        ("b=4", 1.5),
+        ("a = 0.5", -1.0),
+        ("V100-SXM2-16GB", 1.5),
+        ("d0-hub", 0.0),  # the other link is as slow as before
+        ("hub - d0=4", 0.0),
+    ],
+)
+def test_a_change_can_be_named(question: str, saved: float) -> None:
+    assert answer(question) == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        ("c", "no link, kind of link or device, stage, module or op"),
+        ("V100-SXM2-32GB", "did you mean V100-SXM2-16GB"),
+        ("a=fast", "'fast' is no positive number"),
+        ("a=0", "'0' is no positive number"),
+        ("a=inf", "'inf' is no positive number"),
+    ],
+)
+def test_what_is_not_there_cannot_be_faster(question: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        answer(question)
+
+
+def test_the_critical_path_is_told_in_words() -> None:
+    graph = OpGraph.from_edges({"a": 1.0, "b": 2.0}, [("a", "b", 1000 * MB)])
+    cluster, job = star(2), Job()
+    result = simulate(graph, cluster, job, Plan.from_placement(graph, cluster, job, [0, 1]))
+    chain, modules = path_text(result)
+    assert chain == (
+        "a chain of 3 tasks: computing 75.0% (d1 50.0%, d0 25.0%), transfers 25.0% (d0 -> d1 25.0%)"
+    )
+    assert modules == "most of its computing is in b 2 s, a 1 s"
