@@ -6,10 +6,13 @@ finished cell is stored at once, and skipped where it is stored: its key has the
 profile. ``--minutes`` runs what fits; what did not is listed as empty. Run it on a quiet machine:
 a drifting yardstick stops a cell.
 
-Not verified here: more than two ranks, channels that several pairs share, GPUs, tensor parallelism.
+Ops of sharded plans have shapes of their own: what one device computes of a model is measured too.
+
+Not verified here: more than two ranks, channels that several pairs share, GPUs.
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -36,6 +39,8 @@ from simcore.errors import RunError
 from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.plan import Plan, Ref, Settings, Stage
+from simcore.sharding.named import STYLES
+from simcore.shards import sharded_plan
 from simcore.signature import Phase
 from simcore.simulation import simulate
 from simcore.sources import load_graph
@@ -46,6 +51,8 @@ BATCH, MICROBATCHES = 16, (4, 8)
 SETTINGS = Settings(host="per_rank")
 PLACED = ("branches", "flows_small", "flows_large")
 MODELS = ("gpt", "chain", *PLACED)
+HALVES = ("gpt_half", "chain_half", "branches_half")
+CHANNELS = ("2.weight:1", "4.weight:0")  # out of every other convolution
 BLOCKS = {"gpt": ("blocks", 6), "chain": ("layers", 8)}
 
 Row = dict[str, Any]
@@ -57,10 +64,11 @@ class Case:
 
     Attributes:
         model: function of `bench.run_models`.
-        kind: a schedule by name, ``copies`` or ``placement``.
+        kind: a schedule by name, ``copies``, ``placement``, a style of sharding, or ``sharded``.
         cuts: blocks at which a stage begins, the first left out.
         microbatches: of a pipeline.
         second: beginnings of module paths whose units are on the second device.
+        groups: linkage groups that are split where the kind is ``sharded``.
         flows: whether two tensors are under way at once by design.
     """
 
@@ -69,6 +77,7 @@ class Case:
     cuts: tuple[int, ...] = ()
     microbatches: int = 1
     second: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     flows: bool = False
 
     @property
@@ -98,6 +107,11 @@ def cases() -> list[Case]:
         for model in ("flows_small", "flows_large")
         for second in (("near", "far"), ("one", "far"))
     ]
+    found += [Case("gpt", style) for style in ("tensor", "sequence")]
+    widths = tuple(f"layers.{layer}.0.weight:0" for layer in range(BLOCKS["chain"][1]))
+    found.append(Case("chain", "sharded", groups=widths))
+    channels = tuple(f"{side}.{conv}" for side in ("left", "right") for conv in CHANNELS)
+    found.append(Case("branches", "sharded", groups=channels))
     return found
 
 
@@ -106,6 +120,13 @@ def plan_of(case: Case, graph: OpGraph, cluster: Cluster, job: Job) -> Plan:
     names = cluster.device_names[:2]
     if case.kind == "copies":
         return Plan.data_parallel(graph, cluster, job, names, settings=SETTINGS)
+    if case.kind in STYLES:
+        plan = sharded_plan(graph, cluster, job, names, {"tp": (case.kind, 2)})
+        return replace(plan, settings=SETTINGS)
+    if case.kind == "sharded":
+        plan = Plan.data_parallel(graph, cluster, job, names, settings=SETTINGS)
+        axis = {"mesh": {"dp": 1, "tp": 2}, "sharding": {"tp": case.groups}}
+        return replace(plan, stages=(replace(plan.stages[0], **axis),))
     first = {unit: op for op, unit in reversed(list(enumerate(graph.unit.tolist())))}
     modules = [graph.op_modules[first[unit]] for unit in range(graph.num_units)]
     if case.kind == "placement":
@@ -152,6 +173,10 @@ def collected(folder: Path, minutes: float, *, allow_noise: bool) -> Cluster:
         minutes=minutes, device="cpu", allow_noise=allow_noise,
         job={"optimizer": "momentum"}, progress=note,
     )  # fmt: skip
+    begin = time.monotonic()
+    halves = [f"bench.run_models:{model}" for model in HALVES]
+    collect(halves, folder, batches=[BATCH], effort=effort)
+    effort = dataclasses.replace(effort, minutes=minutes - (time.monotonic() - begin) / 60)
     sources = [f"bench.run_models:{model}" for model in MODELS]
     batches = sorted({BATCH, BATCH // 2, *(BATCH // count for count in MICROBATCHES)})
     collect(sources, folder, batches=batches, effort=effort)
@@ -163,10 +188,7 @@ class Study:
 
     def __init__(self, path: Path, cluster: Cluster, effort: Effort) -> None:
         self.path, self.cluster, self.effort = path, cluster, effort
-        self.rows: dict[str, Row] = {}
-        if path.exists():
-            stored = json.loads(path.read_text())
-            self.rows = {row["key"]: row for row in (*stored["cells"], *stored["others"])}
+        self.rows = stored_rows(path)
         self.graphs: dict[str, tuple[OpGraph, Job]] = {}
 
     def plan(self, case: Case) -> tuple[OpGraph, Plan]:
@@ -214,6 +236,14 @@ class Study:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(content, indent=1).encode() + b"\n")
         return content
+
+
+def stored_rows(path: Path) -> dict[str, Row]:
+    """Returns the cells of a result file by their key."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    return {row["key"]: row for row in (*stored["cells"], *stored["others"])}
 
 
 def summary(rows: Sequence[Row]) -> Row:

@@ -20,7 +20,8 @@ from simcore.units import MiB
 
 CURVE_ERROR = 0.2  # relative, of a curve whose file states none
 _SUFFIX = {Phase.I: ".I", Phase.W: ".W", Phase.B: ".B"}
-_MeasuredKey = tuple[str, str, tuple[tuple[str, int], ...], int]
+_MeasuredKey = tuple[str, str, tuple[tuple[str, int], ...]]
+_SAME_TRAFFIC = 1e-3
 
 
 class CostSource(IntEnum):
@@ -201,15 +202,23 @@ def _use_measured(
     index: dict[_MeasuredKey, list[MeasuredOp]] = {}
     for entry in table:
         dims = tuple(sorted(entry.dims.items()))
-        index.setdefault((entry.op_class, entry.dtype, dims, entry.traffic), []).append(entry)
+        index.setdefault((entry.op_class, entry.dtype, dims), []).append(entry)
     for at, (signature, target, _) in enumerate(queries):
         dims = tuple(sorted((dim[0], signature.dim(dim[0], batch)) for dim in signature.dims))
-        key = (signature.op_class, signature.dtype, dims, signature.traffic_bytes(batch))
-        found = _best(index.get(key, ()), target, signature.factor)
+        key = signature.op_class, signature.dtype, dims
+        traffic = signature.traffic_bytes(batch)
+        alike = [e for e in index.get(key, ()) if _is_alike(e.traffic, traffic)]
+        alike.sort(key=lambda entry: abs(entry.traffic - traffic))
+        found = _best(alike, target, signature.factor)
         if found is not None:
             costs.seconds[at] = found.seconds
             costs.source[at] = CostSource.MEASURED
             costs.relative_error[at] = found.relative_error
+
+
+def _is_alike(a: int, b: int) -> bool:
+    """Whether traffics are those of one op: the sizes of a shard are rounded up part by part."""
+    return abs(a - b) <= _SAME_TRAFFIC * max(a, b)
 
 
 def _best(entries: Sequence[MeasuredOp], target: str, factor: float) -> MeasuredOp | None:

@@ -51,3 +51,33 @@ class FaultyStep:
         for work in works:
             assert work is not None
             work.wait()
+
+
+@dataclass(frozen=True)
+class BrokenWork:
+    """A work of which one rank raises when it comes to a position."""
+
+    work: Any
+    rank: int
+    position: int
+
+    def build(self, place: Place) -> Any:
+        step = self.work.build(place)
+        return BrokenStep(step, self.position) if place.rank == self.rank else step
+
+    def describe(self, position: int) -> tuple[str, bool]:
+        return self.work.describe(position)
+
+
+class BrokenStep:
+    def __init__(self, step: Any, position: int) -> None:
+        self.inner, self.position = step, position
+        self.losses, self.slices, self.gradients = step.losses, step.slices, step.gradients
+
+    def step(self, watch: Callable[[int], None], *, keeps_gradients: bool = False) -> None:
+        def breaking(position: int) -> None:
+            watch(position)
+            if position == self.position:
+                raise ValueError("it breaks here")
+
+        self.inner.step(breaking, keeps_gradients=keeps_gradients)

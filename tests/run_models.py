@@ -28,7 +28,7 @@ class TinyGPT(nn.Module):
 
     def __init__(self, layers: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(31, 16), nn.Embedding(8, 16)
+        self.tokens, self.positions = nn.Embedding(32, 16), nn.Embedding(8, 16)
         self.blocks = nn.ModuleList(Block(16, 2, causal=causal) for _ in range(layers))
         self.norm = nn.LayerNorm(16)
 
@@ -75,6 +75,50 @@ class TwoBranch(nn.Module):
         return F.cross_entropy(self.head(both), labels)
 
 
+class SmallVGG(nn.Module):
+    """Convolutions, pooling and wide layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        )  # fmt: skip
+        self.classifier = nn.Sequential(
+            nn.Linear(16 * 4 * 4, 32), nn.ReLU(inplace=True), nn.Linear(32, 8)
+        )
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(self.features(images).flatten(1)), labels)
+
+
+class Mixture(nn.Module):
+    """A block of attention and a mixture of experts, as batched products, with a head of its own.
+
+    Each token goes to its best expert, each expert takes as many as there are (GShard's einsums).
+    """
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.experts = experts
+        self.tokens, self.block = nn.Embedding(32, 16), Block(16, 2, causal=True)
+        self.gate = nn.Linear(16, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) / 6)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.block(self.tokens(ids))
+        gates = self.gate(x).softmax(dim=-1)
+        best = gates.argmax(dim=-1, keepdim=True)
+        chosen = (best == torch.arange(self.experts, device=ids.device)).float() * gates
+        sent = torch.einsum("ble,blw->eblw", (chosen > 0).float(), x)
+        rows = sent.reshape(self.experts, -1, x.shape[-1])
+        done = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down).reshape(sent.shape)
+        x = x + torch.einsum("ble,eblw->blw", chosen, done)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 class Recurrent(nn.Module):
     """An LSTM of two layers."""
 
@@ -112,10 +156,18 @@ def two_branch(batch: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
     return TwoBranch(), {"images": images, "labels": torch.arange(batch) % 4}
 
 
+def small_vgg(batch: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    return SmallVGG(), {"images": torch.randn(batch, 3, 16, 16), "labels": torch.arange(batch) % 8}
+
+
+def mixture(batch: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    return Mixture(), _tokens(batch)
+
+
 def recurrent(batch: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
     return Recurrent(), {"x": torch.randn(batch, 5, 6), "target": torch.arange(batch) % 3}
 
 
 def _tokens(batch: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, 31, (batch, 8))
+    ids = torch.randint(0, 32, (batch, 8))
     return {"ids": ids, "labels": ids.roll(1, 1)}

@@ -202,7 +202,7 @@ def test_text_files_end_in_one_newline_and_have_no_trailing_blanks() -> None:
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     files += [path for path in ROOT.iterdir() if path.is_file()]
     for path in files:
-        if "__pycache__" in path.parts or path.suffix == ".pyc" or path.name == "py.typed":
+        if "__pycache__" in path.parts or path.suffix in (".pyc", ".pt") or path.name == "py.typed":
             continue
         text = path.read_text()
         assert text.endswith("\n"), f"{name(path)}: no newline at the end"

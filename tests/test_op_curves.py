@@ -221,6 +221,18 @@ def test_a_measured_op_comes_before_the_curve_and_a_named_target_before_any():
     assert set(other.source) == {CostSource.CURVE}
 
 
+def test_the_rounded_traffic_of_a_shard_finds_its_measured_op():
+    signature = square()
+    dims = {"m": 1024, "n": 1024, "k": 1024}
+    traffic = signature.traffic_bytes(8)
+    near = MeasuredOp("", "matmul", "fp32", dims, traffic - 2, 0.5, 0.01)
+    far = msgspec.structs.replace(near, traffic=2 * traffic, seconds=0.25)
+    profile = with_measured("V100-SXM2-16GB", far, near)
+    assert op_costs(profile, [Query(signature)], 8).seconds.tolist() == [0.5]
+    profile = with_measured("V100-SXM2-16GB", far)
+    assert op_costs(profile, [Query(signature)], 8).source.tolist() == [CostSource.CURVE]
+
+
 def test_a_measured_op_with_a_factor_is_of_ops_with_that_factor():
     dims = {"m": 1024, "n": 1024, "k": 1024}
     traffic = square().traffic_bytes(8)

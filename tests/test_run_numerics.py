@@ -5,26 +5,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from calibration.run.fleet import Fleet
 from calibration.run.launch import Launch, ranks_of
-from calibration.run.source import cut_samples, real_model
-from calibration.run.tensor_parallel import Style, TensorWork, parallel_styles
-from calibration.run.work import StepReport
 from simcore.cluster import Cluster
 from simcore.errors import RunError
 from simcore.graph import OpGraph
 from simcore.job import Job
-from simcore.plan import Plan, Ref, Settings, Stage
+from simcore.plan import Buckets, Plan, Ref, Settings, Stage
+from simcore.shards import linkage_of
 from simcore.signature import Phase
-from simcore.sources import load_graph
-from tests import run_models
 from tests.pipelines import chain_of
-
-BATCH, SEED, TOLERANCE = 8, 5, 2e-5
-FACTORIES = "tests.run_models"
+from tests.running import check, graph_of
 
 
 @dataclass(frozen=True)
@@ -89,58 +82,10 @@ def plan_of(
     )
 
 
-def eager(source: str, job: Job, microbatches: int) -> tuple[float, dict[str, np.ndarray]]:
-    """Returns loss and gradients of one device that sees the microbatches one after the other."""
-    model = real_model(source, job, BATCH, SEED)
-    size, losses = BATCH // microbatches, []
-    for begin in range(0, BATCH, size):
-        args, kwargs = cut_samples((model.args, model.kwargs), BATCH, begin, begin + size)
-        loss = model.module(*args, **kwargs)
-        loss.backward(torch.tensor(1 / microbatches))
-        losses.append(loss.item())
-    found = {n: p.grad.double().numpy() for n, p in model.module.named_parameters()}
-    return sum(losses) / microbatches, found
-
-
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Fleet]:
     with Fleet(["cpu"] * 2, backend="gloo", timeout=60) as fleet:
         yield fleet
-
-
-def check(
-    fleet: Fleet,
-    plan: Plan,
-    graph: OpGraph,
-    cluster: Cluster,
-    microbatches: int,
-    repeats: int = 1,
-) -> None:
-    """Runs steps of a plan and holds the first against one device."""
-    source = graph.name
-    ranks = ranks_of(plan, graph, cluster, source, Launch(device="cpu", seed=SEED))
-    number = fleet.load(ranks.works)
-    reports = fleet.step(number, keeps_gradients=True)
-    loss, expected = eager(source, plan.job, microbatches)
-    assert mean_loss(reports) == pytest.approx(loss, rel=1e-5)
-    found = {name: value for report in reports for name, value in report.gradients.items()}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(found[name], gradient, rtol=TOLERANCE, atol=1e-6, err_msg=name)
-    for _ in range(repeats):
-        reports = fleet.step(number)
-    assert mean_loss(reports) < loss  # the update arrives where it is used
-    fleet.ask("drop", number=number)
-
-
-def mean_loss(reports: Sequence[StepReport]) -> float:
-    losses = [loss for report in reports for loss in report.losses]
-    return sum(losses) / len(losses)
-
-
-def graph_of(factory: str, optimizer: str = "sgd") -> tuple[OpGraph, Job]:
-    graph, job, _ = load_graph(f"{FACTORIES}:{factory}", {"batch": BATCH, "optimizer": optimizer})
-    return graph, job
 
 
 GPT_CUT, SKIP_CUT = ("blocks.1",), ("middle",)
@@ -189,6 +134,38 @@ def test_copies_train_as_one_device_does(pair: Fleet, num_bytes: int) -> None:
     check(pair, plan, graph, cluster, 1)
 
 
+def with_copies(plan: Plan, cluster: Cluster, copies: int) -> Plan:
+    """The same pipeline with copies of each rank's devices."""
+    ranks = list(dict.fromkeys(stage.devices for stage in plan.stages))
+    names = cluster.device_names
+    devices = [names[copies * n : copies * (n + 1)] for n in range(len(ranks))]
+    stages = tuple(
+        replace(stage, devices=devices[ranks.index(stage.devices)], mesh={"dp": copies})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "num_bytes"),
+    [
+        (Case("tiny_gpt", ("blocks.1",), "1f1b", 2), 0),
+        (Case("tiny_gpt", ("blocks.1",), "zb-h1", 4), 1024),
+        (Case("long_gpt", ("blocks.1", "blocks.2", "blocks.3"), "interleaved", 4), 4096),
+        (Case("skip", ("middle",), "gpipe", 2), 256),
+    ],
+    ids=str,
+)
+def test_copies_of_a_pipeline_train_as_one_device_does(case: Case, num_bytes: int) -> None:
+    graph, job = graph_of(case.factory)
+    cluster = chain_of(4)
+    plan = with_copies(plan_of(case, graph, cluster, job), cluster, 2)
+    plan = replace(plan, buckets=Buckets(num_bytes=num_bytes))
+    with Fleet(["cpu"] * 4, backend="gloo", timeout=120) as fleet:
+        check(fleet, plan, graph, cluster, case.microbatches, repeats=10)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_trains_as_one_device_does(pair: Fleet, recompute: str) -> None:
     graph, job = graph_of("tiny_gpt")
@@ -204,30 +181,6 @@ def test_optimizers_update_as_on_one_device(pair: Fleet, optimizer: str) -> None
     cluster = chain_of(2)
     plan = plan_of(Case("skip", SKIP_CUT, "1f1b", 2), graph, cluster, job)
     check(pair, plan, graph, cluster, 2)
-
-
-def test_sharded_layers_train_as_one_device_does(pair: Fleet) -> None:
-    source, job = f"{FACTORIES}:tiny_gpt", Job(batch=BATCH, optimizer="sgd")
-    styles: dict[str, Style] = {"positions": "row"}
-    for block in range(2):
-        styles |= {f"blocks.{block}.up": "column", f"blocks.{block}.down": "row"}
-    number = pair.load([TensorWork(source=source, job=job, styles=styles, seed=SEED)] * 2)
-    reports = pair.step(number, keeps_gradients=True)
-    loss, expected = eager(source, job, 1)
-    assert mean_loss(reports) == pytest.approx(loss, rel=1e-5)
-    assert reports[0].gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        np.testing.assert_allclose(
-            reports[0].gradients[name], gradient, rtol=1e-4, atol=1e-6, err_msg=name
-        )
-    assert mean_loss(pair.step(number)) < loss
-    pair.ask("drop", number=number)
-
-
-def test_layers_that_cannot_be_sharded_are_refused() -> None:
-    for path, reason in (("norm", "a LayerNorm"), ("nothing", "no such module")):
-        with pytest.raises(RunError, match=f"tensor parallel: {path}: {reason}"):
-            parallel_styles(run_models.tiny_gpt()[0], {path: "row"})
 
 
 @pytest.mark.slow
@@ -273,12 +226,23 @@ def test_what_is_only_simulated_is_refused() -> None:
     graph, job = graph_of("tiny_gpt")
     cluster = chain_of(4)
     plan = plan_of(Case("tiny_gpt", GPT_CUT, "1f1b", 4), graph, cluster, job)
-    wide = tuple(
-        replace(stage, devices=cluster.device_names[2 * n : 2 * n + 2], mesh={"dp": 2})
+    names = cluster.device_names
+    uneven = tuple(
+        replace(stage, devices=names[n : 2 * n + 1], mesh={"dp": n + 1})
         for n, stage in enumerate(plan.stages)
     )
+    sharded = with_copies(plan, cluster, 2)
+    group = linkage_of(graph).groups[-1].name
+    sharded = replace(
+        sharded,
+        stages=tuple(
+            replace(stage, mesh={"dp": 1, "tp": 2}, sharding={"tp": (group,)})
+            for stage in sharded.stages
+        ),
+    )
     for other, reason in (
-        (replace(plan, stages=wide, microbatches=2), "stages have copies"),
+        (replace(plan, stages=uneven, microbatches=2), "different numbers of copies"),
+        (sharded, "stages are sharded"),
         (replace(plan, job=job.replace(clip_norm=1.0), job_hash=""), "clips gradients"),
     ):
         with pytest.raises(RunError, match=reason):

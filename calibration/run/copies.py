@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from calibration.run.executor import Slice
@@ -49,12 +48,7 @@ class CopyWork:
 
     def describe(self, position: int) -> tuple[str, bool]:
         """Names the part of the step."""
-        return describe_part(position)
-
-
-def describe_part(position: int) -> tuple[str, bool]:
-    """Returns the part of an eager step, in which ranks wait for each other anywhere."""
-    return _PARTS[position], False
+        return _PARTS[position], False
 
 
 def with_buckets(module: nn.Module, buckets: Buckets) -> nn.Module:
@@ -70,27 +64,31 @@ def with_buckets(module: nn.Module, buckets: Buckets) -> nn.Module:
 class EagerStep:
     """A step as a training script has it."""
 
-    def __init__(self, model: RealModel, source: Source, job: Job, *, fused: bool = True) -> None:
+    def __init__(self, model: RealModel, source: Source, job: Job) -> None:
         self.model, self.source = model, source
         parameters = [p for p in model.module.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(job, parameters, fused=fused)
+        self.optimizer = make_optimizer(job, parameters)
         self.losses: list[torch.Tensor] = []
         self.slices: list[Slice] = []
         self.gradients: dict[str, NDArray[np.float64]] = {}
 
+    def forward(self) -> torch.Tensor:
+        """Returns the loss."""
+        model = self.model
+        return loss_of(model.module(*model.args, **model.kwargs), self.source)
+
     def step(self, watch: Callable[[int], None], *, keeps_gradients: bool = False) -> None:
         """Runs forward, backward and update."""
-        model = self.model
         times = [time.perf_counter()]
         watch(0)
-        loss = loss_of(model.module(*model.args, **model.kwargs), self.source)
+        loss = self.forward()
         times.append(time.perf_counter())
         watch(1)
         loss.backward()  # type: ignore[no-untyped-call]
         times.append(time.perf_counter())
         watch(2)
         if keeps_gradients:
-            self.gradients = _gradients(model.module)
+            self.gradients = _gradients(self.model.module)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if loss.is_cuda:
@@ -104,10 +102,9 @@ class EagerStep:
 
 
 def _gradients(module: nn.Module) -> dict[str, NDArray[np.float64]]:
-    """Returns the gradients by parameter, sharded ones put together."""
+    """Returns the gradients by parameter."""
     found = {}
     for name, parameter in module.named_parameters():
         if (gradient := parameter.grad) is not None:
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            found[name.removeprefix("module.")] = whole.double().cpu().numpy().copy()
+            found[name.removeprefix("module.")] = gradient.double().cpu().numpy().copy()
     return found

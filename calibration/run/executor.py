@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from calibration.run.links import Links
+from calibration.run.links import Copies, Links
 from calibration.run.memory import Memory
 from calibration.run.optimizers import make_optimizer
 from calibration.run.recording import Call, Recording, Ref
@@ -55,9 +55,11 @@ class Executor:
             Do.POST: self._post,
             Do.TAKE: self._take,
             Do.SEND: self._send,
+            Do.SUM: self._sum,
             Do.FREE: lambda each: self.memory.free(each.what, each.microbatch),
         }
         self._refs = _made_refs(recording)
+        self.copies = Copies(script)
 
     def load(self, model: RealModel, batch: int, num_microbatches: int) -> None:
         """Takes the parameters, buffers and samples that this rank uses.
@@ -126,7 +128,7 @@ class Executor:
             tensors = [self._value(ref, microbatch) for ref in call.args]
             results: Sequence[Tensor | None] = _function(call)(context, call.key, tensors)
         else:
-            results = _tensors(self._call(call, microbatch))
+            results = tensors_of(self._call(call, microbatch))
         for ref, result in zip(call.outputs, results, strict=False):
             if ref is not None and result is not None:
                 self.memory.put(ref, microbatch, result)
@@ -165,7 +167,13 @@ class Executor:
     def _settle(self, instruction: Instruction) -> None:
         self.memory.settle(self._refs[instruction.what], instruction.microbatch)
 
+    def _sum(self, instruction: Instruction) -> None:
+        numbers = self.script.sums[instruction.what]
+        found = [self.memory.tensor(self.recording.trained[n].gradient, STEP) for n in numbers]
+        self.copies.start(found)
+
     def _update(self, instruction: Instruction) -> None:
+        self.copies.finish()
         trained = self.recording.trained[instruction.what]
         parameter = self.optimizers[instruction.what].param_groups[0]["params"][0]
         gradient = self.memory.tensor(trained.gradient, instruction.microbatch)
@@ -224,11 +232,12 @@ def _overload(name: str) -> Callable[..., Any]:
     return found
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """Returns the tensors that an op returned, in order."""
     if isinstance(result, Tensor):
         return [result]
     items = result if isinstance(result, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in tensors_of(item)]
 
 
 def _refs_in(value: Any) -> list[Ref]:

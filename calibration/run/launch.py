@@ -9,12 +9,15 @@ import torch
 from calibration.run.copies import CopyWork
 from calibration.run.fleet import Fleet
 from calibration.run.planned import place_ops
+from calibration.run.shard_compile import shard_program
+from calibration.run.sharded import ShardWork
 from calibration.run.work import PlacedWork, Work
 from simcore.cluster import Cluster
 from simcore.errors import PlanError, RunError
 from simcore.graph import OpGraph
 from simcore.plan import Plan
 from simcore.profile_store import load_profile
+from simcore.shards import is_sharded
 
 Backend = Literal["auto", "gloo", "nccl"]
 DeviceType = Literal["auto", "cpu", "cuda"]
@@ -70,7 +73,10 @@ def ranks_of(plan: Plan, graph: OpGraph, cluster: Cluster, source: str, launch: 
         raise PlanError(violations[0])
     _check(plan)
     works: tuple[Work, ...]
-    if not plan.is_pipeline and plan.stages[0].mesh is not None:
+    if is_sharded(plan):
+        names = plan.stages[0].devices
+        works = (_shard_work(plan, graph, source, launch),) * len(names)
+    elif not plan.is_pipeline and plan.stages[0].mesh is not None:
         names = plan.stages[0].devices
         if plan.job.batch is None or plan.job.batch % len(names):
             raise RunError(f"a batch of {plan.job.batch} does not divide by {len(names)} copies")
@@ -79,6 +85,7 @@ def ranks_of(plan: Plan, graph: OpGraph, cluster: Cluster, source: str, launch: 
     else:
         placed = place_ops(plan, graph, cluster, source)
         names = placed.devices
+        ranks = len(names) // placed.copies
         works = tuple(
             PlacedWork(
                 script=script,
@@ -87,8 +94,9 @@ def ranks_of(plan: Plan, graph: OpGraph, cluster: Cluster, source: str, launch: 
                 source=source,
                 num_microbatches=placed.num_microbatches,
                 seed=launch.seed,
+                copy=(rank // ranks, placed.copies),
             )
-            for script in placed.scripts
+            for rank, script in enumerate(placed.scripts)
         )
     kinds = [cluster.devices[cluster.device_index(name)].kind for name in names]
     devices = _devices(kinds, launch.device)
@@ -102,6 +110,16 @@ def ranks_of(plan: Plan, graph: OpGraph, cluster: Cluster, source: str, launch: 
     )
 
 
+def _shard_work(plan: Plan, graph: OpGraph, source: str, launch: Launch) -> ShardWork:
+    """Returns what every rank of a sharded plan does."""
+    return ShardWork(
+        program=shard_program(plan, graph, source),
+        source=source,
+        job=plan.job,
+        seed=launch.seed,
+    )
+
+
 def _check(plan: Plan) -> None:
     """Refuses what is simulated, but not run."""
     job = plan.job
@@ -109,13 +127,8 @@ def _check(plan: Plan) -> None:
         raise RunError("fp16 needs loss scaling, which a run does not do; bf16 and fp32 are run")
     if job.clip_norm is not None:
         raise RunError("the job clips gradients, which a run does not do")
-    for stage in plan.stages:
-        axes = {axis for axis, size in (stage.mesh or {}).items() if size > 1} - {"dp"}
-        if axes:
-            raise RunError(
-                f"stage {stage.name!r}: the mesh axis {min(axes)!r} is simulated, but not run for "
-                "real; placements, pipelines and data parallel (dp) are"
-            )
+    if plan.is_pipeline and is_sharded(plan):
+        raise RunError("a pipeline whose stages are sharded is simulated, but not run for real")
     if plan.optimizer_sharding and any(len(stage.devices) > 1 for stage in plan.stages):
         raise RunError(
             f"optimizer_sharding {plan.optimizer_sharding} is simulated, but not run for real"

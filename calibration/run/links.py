@@ -1,4 +1,4 @@
-"""Sends and receives of one rank over torch.distributed; every handle is waited for.
+"""Sends, receives and sums of one rank over torch.distributed; every handle is waited for.
 
 Gloo matches messages by tag and carries CPU memory only, so what is on a GPU is staged. NCCL
 matches by order, so each direction between two ranks has a communicator of its own, on which both
@@ -8,7 +8,7 @@ ends post in the order of the messages' numbers.
 import torch
 import torch.distributed as dist
 
-from calibration.run.script import Message
+from calibration.run.script import Message, Script
 
 Tensor = torch.Tensor
 
@@ -52,3 +52,31 @@ class Links:
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
+
+
+class Copies:
+    """Averages of gradients over the copies of a pipeline."""
+
+    def __init__(self, script: Script) -> None:
+        """Makes the groups of all stages, as all ranks do, and keeps this rank's."""
+        groups = {each: dist.new_group(list(each)) for each in script.partners}
+        self.ranks = next((each for each in groups if script.rank in each), ())
+        self.group = groups.get(self.ranks)
+        self.summing: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def start(self, gradients: list[Tensor]) -> None:
+        """Starts to average some gradients."""
+        flat = torch.cat([each.reshape(-1) for each in gradients]).div_(len(self.ranks))
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        if work is not None:
+            self.summing.append((work, flat, gradients))
+
+    def finish(self) -> None:
+        """Waits for all that was started, and puts the averages in place."""
+        for work, flat, gradients in self.summing:
+            work.wait()
+            begin = 0
+            for each in gradients:
+                each.copy_(flat[begin : begin + each.numel()].view(each.shape))
+                begin += each.numel()
+        self.summing.clear()

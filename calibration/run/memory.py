@@ -32,9 +32,9 @@ class Memory:
         """Makes a tensor's memory that of a storage; copies it where it is laid out differently."""
         key = self._key(ref.storage, microbatch)
         held = self._held.get(key)
-        if held is not None and _same_memory(held.tensor, tensor):
+        if held is not None and same_memory(held.tensor, tensor):
             return
-        if not _lies_as(tensor, ref):
+        if not lies_as(tensor, ref):
             fresh = self._view(self._bytes(ref.storage), ref)
             fresh.copy_(tensor)
             tensor = fresh
@@ -109,11 +109,12 @@ def _part(message: Message, num_bytes: int) -> Ref:
     return Ref(message.storage, _WORDS[size], tuple(axes[1::2]), tuple(axes[::2]), offset // size)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors lie in one storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.numel() > 0
 
 
-def _lies_as(tensor: Tensor, ref: Ref) -> bool:
+def lies_as(tensor: Tensor, ref: Ref) -> bool:
     """Returns whether a tensor has the recorded layout in memory of its own."""
     return (
         tensor.dtype == ref.dtype

@@ -11,17 +11,14 @@ LEARNING_RATE = 1e-3
 MOMENTUM = 0.9
 
 
-def make_optimizer(
-    job: Job, parameters: Iterable[torch.Tensor], *, fused: bool = True
-) -> torch.optim.Optimizer:
+def make_optimizer(job: Job, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Returns the optimizer of a job; its state is made with the first step.
 
     Args:
         job: what is trained.
         parameters: to be updated.
-        fused: one kernel per step, which sharded parameters may not have.
     """
-    rate: dict[str, Any] = {"lr": LEARNING_RATE, "fused": fused}
+    rate: dict[str, Any] = {"lr": LEARNING_RATE, "fused": True}
     if job.optimizer == "adam":
         return torch.optim.Adam(parameters, **rate)
     if job.optimizer == "adamw":

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from calibration.run.pipeline_copies import copy_scripts
 from calibration.run.recording import Recording, record
 from calibration.run.script import STEP, Event, Script, Scripter, items_of
 from calibration.run.source import planned_source
@@ -29,12 +30,14 @@ class Placed:
         scripts: what each rank does, [rank].
         recording: what the scripts' items are.
         num_microbatches: slices of the batch.
+        copies: of a pipeline; each has the ranks after those of the copy before.
     """
 
     devices: tuple[str, ...]
     scripts: tuple[Script, ...]
     recording: Recording
     num_microbatches: int
+    copies: int = 1
 
 
 def place_ops(plan: Plan, graph: OpGraph, cluster: Cluster, source: str) -> Placed:
@@ -74,26 +77,35 @@ def place_ops(plan: Plan, graph: OpGraph, cluster: Cluster, source: str) -> Plac
 def _pipeline(plan: Plan, graph: OpGraph, cluster: Cluster, source: str) -> Placed:
     pipeline = build_pipeline(graph, cluster, plan.job, plan)
     _check(plan, graph, pipeline)
-    recording = record(planned_source(source, plan.job), pipeline.microbatch)
+    copies = pipeline.copies(0)
+    recording = record(planned_source(source, plan.job), pipeline.microbatch // copies)
     items = items_of(recording, graph.op_names)
     index = {item.name: number for number, item in enumerate(items)}
     staged = Staged.build(graph, pipeline)
     events = _events(staged, [index.get(name, -1) for name in graph.op_names])
     schedule = pipeline.schedule
     scripts = Scripter(recording, items, events).scripts(schedule.num_ranks, ahead=_AHEAD)
+    if copies > 1:
+        scripts = copy_scripts(scripts, recording, copies, plan.buckets)
     return Placed(
-        devices=tuple(cluster.devices[rank[0]].name for rank in pipeline.devices),
+        devices=tuple(
+            cluster.devices[rank[copy]].name for copy in range(copies) for rank in pipeline.devices
+        ),
         scripts=tuple(scripts),
         recording=recording,
         num_microbatches=schedule.num_microbatches,
+        copies=copies,
     )
 
 
 def _check(plan: Plan, graph: OpGraph, pipeline: Pipeline) -> None:
     if pipeline.schedule.asynchronous:
         raise RunError("an asynchronous schedule is simulated, but not run for real")
-    if any(len(rank) > 1 for rank in pipeline.devices):
-        raise RunError("a pipeline whose stages have copies is simulated, but not run for real")
+    if len({len(rank) for rank in pipeline.devices}) > 1:
+        raise RunError(
+            "a pipeline whose stages have different numbers of copies is simulated, but not run "
+            "for real"
+        )
     again = any(stage.recompute != "none" for stage in plan.stages)
     if again and any(word in target for target in graph.op_targets for word in _RANDOM):
         raise RunError("recompute would draw another dropout mask; it is not run for real")

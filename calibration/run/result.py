@@ -16,6 +16,7 @@ from simcore.atomic import write_whole
 from simcore.errors import RunError
 from simcore.plan import Plan
 from simcore.result import Result
+from simcore.shards import is_sharded
 from simcore.units import US
 
 FORMAT = "placewright-run/1"
@@ -92,6 +93,8 @@ def kind_of(plan: Plan) -> str:
     """Returns in a word what a plan is."""
     if plan.is_pipeline:
         return plan.schedule
+    if is_sharded(plan):
+        return "sharded"
     return "placement" if plan.stages[0].mesh is None else "data parallel"
 
 

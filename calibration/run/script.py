@@ -31,6 +31,7 @@ class Do(IntEnum):
     TAKE = 6  # message
     SEND = 7  # message
     FREE = 8  # storage, microbatch
+    SUM = 9  # bucket: gradients that are averaged over copies
 
 
 class Instruction(NamedTuple):
@@ -61,6 +62,8 @@ class Script(NamedTuple):
     rank: int
     instructions: tuple[Instruction, ...]
     messages: tuple[Message, ...]  # of all ranks; an index is a tag
+    sums: tuple[tuple[int, ...], ...] = ()  # trained parameters of each bucket
+    partners: tuple[tuple[int, ...], ...] = ()  # ranks that average together
 
 
 class Event(NamedTuple):

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from simcore.frontends.torch_fused import CELLS, fused_kernels
@@ -130,6 +132,29 @@ def run_attention(options: dict[str, Any], *tensors: Tensor | None) -> tuple[Ten
     query, key, value, mask = tensors
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
     return (attention(query, key, value, mask, **options),)
+
+
+def cut_attention(
+    run: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    queries: NDArray[np.int64],
+    keys: NDArray[np.int64],
+) -> tuple[Callable[..., Any], list[Tensor | None]]:
+    """Returns the forward of a part of the queries: what is causal says so by a mask.
+
+    Args:
+        run: the forward of a kept attention.
+        tensors: query, key, value and mask.
+        queries: places of the queries in the whole, [query].
+        keys: places of the keys, [key].
+    """
+    options = run.keywords["run"].args[0] if isinstance(run, partial) else {}
+    if not options.get("is_causal") or len(queries) == len(keys):
+        return run, list(tensors)
+    device = None if tensors[0] is None else tensors[0].device
+    mask = torch.from_numpy(queries[:, None] >= keys[None]).to(device)
+    masked = partial(run_attention, {**options, "is_causal": False})
+    return partial(run_forward, run=masked), [*tensors[:3], mask]
 
 
 def _recurrent(recorder: CallRecorder, name: str, *args: Any) -> Any:

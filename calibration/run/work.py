@@ -16,7 +16,7 @@ from calibration.run.links import Links
 from calibration.run.process import peak_memory, resident_memory, start_peak
 from calibration.run.recording import Recording
 from calibration.run.script import Do, Script
-from calibration.run.source import real_model
+from calibration.run.source import cut_samples, real_model
 from calibration.run.yardstick import time_yardstick
 from simcore.job import Job
 
@@ -73,6 +73,7 @@ class PlacedWork:
     source: str
     num_microbatches: int
     seed: int
+    copy: tuple[int, int] = (0, 1)  # which of how many copies of the pipeline
 
     def build(self, place: Place) -> Step:
         """Builds the model, keeps what this rank uses, and opens its links."""
@@ -81,7 +82,13 @@ class PlacedWork:
         executor = Executor(self.script, self.recording, self.job, links, device)
         batch = self.job.batch or 1
         model = real_model(self.source, self.job, batch, self.seed)
-        executor.load(model, batch, self.num_microbatches)
+        number, copies = self.copy
+        share = batch // copies
+        if copies > 1:
+            given = model.args, model.kwargs
+            args, kwargs = cut_samples(given, batch, number * share, (number + 1) * share)
+            model = model._replace(args=args, kwargs=kwargs)
+        executor.load(model, share, self.num_microbatches)
         return executor
 
     def describe(self, position: int) -> tuple[str, bool]:
@@ -89,7 +96,7 @@ class PlacedWork:
         each = self.script.instructions[position]
         where = f" of microbatch {each.microbatch}" if each.microbatch >= 0 else ""
         what = "waiting for" if each.do == Do.TAKE else each.do.name.lower()
-        return f"{what} {each.name}{where}", each.do == Do.TAKE
+        return f"{what} {each.name}{where}", each.do in {Do.TAKE, Do.SUM}
 
 
 class Station:
@@ -107,7 +114,9 @@ class Station:
 
     def drop(self, number: int) -> None:
         """Lets go of a work."""
-        del self.loaded[number]
+        close = getattr(self.loaded.pop(number), "close", None)
+        if close is not None:
+            close()
         gc.collect()
 
     def yardstick(self) -> float:

@@ -14,7 +14,7 @@ from simcore.graph import GraphBuilder, OpClass, OpGraph, Out, Phase, Role
 from simcore.loops import LoopKind
 from simcore.sharding.groups import BATCH, Linkage
 from simcore.sharding.shares import Split, local_signature, scaled, traffic_ratio
-from simcore.sharding.states import ANY, PARTIAL, WHOLE, Axis, States, Vector, find_states
+from simcore.sharding.states import ANY, PARTIAL, WHOLE, Axis, Change, States, Vector, find_states
 from simcore.signature import Affine, Signature
 
 
@@ -42,6 +42,7 @@ class LocalGraph:
     Attributes:
         graph: ops with the shapes of one shard, and COLLECTIVE ops.
         communication: of each COLLECTIVE op.
+        changes: of each op that brings a tensor from one state to another; a slice is one too.
         base: op of the whole graph, NOWHERE for what was put in, [op].
         states: what every op and tensor of the whole graph is.
         samples: devices that share the samples of one local graph, of each part.
@@ -49,6 +50,7 @@ class LocalGraph:
 
     graph: OpGraph
     communication: dict[int, Communication]
+    changes: dict[int, Change]
     base: NDArray[np.int32]  # [op] op of the whole graph, -1 = put in
     states: States
     samples: int
@@ -102,6 +104,7 @@ class _Writer:
         self.builder = GraphBuilder(graph.name, batch=max(1, self.batch // self.samples))
         self.base: list[int] = []
         self.communication: dict[int, Communication] = {}
+        self.changes: dict[int, Change] = {}
         self.handle: dict[tuple[int, Vector, int, int], int] = {}  # tensor, state, epoch, part
         self.newest: dict[int, int] = {}  # storage -> handle of its last content
         self.unit_op: dict[int, int] = {}
@@ -121,6 +124,7 @@ class _Writer:
         return LocalGraph(
             graph=self.builder.build(),
             communication=self.communication,
+            changes=self.changes,
             base=np.array(self.base, np.int32),
             states=self.states,
             samples=self.samples,
@@ -352,6 +356,7 @@ class _Writer:
         name = f"{self.graph.tensor_names[tensor]} {step.kind.replace('_', '-')}"
         role = Role(int(self.graph.tensor_role[tensor]))
         role = Role.ACTIVATION if role in {Role.PARAMETER, Role.BUFFER} else role
+        self.changes[len(self.base)] = Change(tensor, *states, step.axis)
         if step.kind == "slice":
             return self._communicate(name, None, [have], Out(after, role=role), near)
         in_place = step.kind == "all_reduce" and tensor not in self.wants_parts

@@ -59,6 +59,15 @@ class States(NamedTuple):
     needs: tuple[tuple[tuple[int, Vector], ...], ...]
 
 
+class Change(NamedTuple):
+    """What an op that was put in changes: a tensor of the whole graph from one state to another."""
+
+    tensor: int
+    before: Vector
+    after: Vector
+    axis: int  # along which they differ
+
+
 def find_states(
     graph: OpGraph, linkage: Linkage, axes: Sequence[Sequence[Axis]], part: NDArray[np.integer]
 ) -> States:
