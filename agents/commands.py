@@ -216,6 +216,10 @@ def _answer(
     from simcore.plan_summary import plan_record
 
     record = plan_record(graph, cluster, job, found.plan, found.result, found.lower_bound)
+    record["why"] = None if found.why is None else found.why.record()
+    if found.why is not None:
+        record["explanation"] = f"{record['explanation']} {found.why.words()}".strip()
+    record["sharding"] = None if found.sharding is None else found.sharding.record()
     record["interrupted"] = found.interrupted
     record["out"] = str(out) if found.feasible else None
     if found.reason is not None:
@@ -228,6 +232,8 @@ def _show(record: dict[str, Any]) -> None:
     from simcore.plan_summary import print_plan
 
     print_plan(make_console(), record)
+    for sentence in (record["sharding"] or {}).get("sentences", ()):
+        print(sentence)
     if record["interrupted"]:
         print("interrupted: this is the best plan so far")
     print(f"wrote {record['out']}" if record["out"] else "no plan was written")

@@ -42,7 +42,7 @@ class Config:
     prioritized: bool = option(True, "replay what was least expected most often")
     noisy: bool = option(False, "noise in the weights explores, not chance alone")
     distributional: bool = option(False, "learn distributions of returns")
-    n_step: int = option(3, "rewards before the target is asked", least=1)
+    n_step: int = option(64, "rewards before the target is asked; the only one comes last", least=1)
     episodes: int = option(16, "episodes side by side", least=1)
     updates: int = option(16, "gradient steps after each batch of episodes", least=1)
     batch_size: int = option(64, "transitions of a gradient step", least=1)

@@ -7,6 +7,7 @@ from agents.planners.pipeline_layouts import ANYTHING, Demands
 from agents.planners.pipeline_plans import check_demands
 from agents.planners.recorder import Budget
 from agents.planners.space import PlacementSpace, Planner
+from agents.portfolio_answer import answer
 from agents.portfolio_result import Listener, PortfolioResult, Progress
 from agents.portfolio_search import Search, Strategy
 from simcore.cluster import Cluster
@@ -83,4 +84,4 @@ def plan(  # noqa: PLR0913 - what a user decides
     budget = Budget(seconds, evaluations)
     search = Search(space, constraints, (strategy, demands), budget, progress, tuple(learners))
     search.run(seed)
-    return search.answer(seed)
+    return answer(search, seed)

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import msgspec
 
 from agents.planners.recorder import Recorder
+from agents.planners.shard_reasons import Reasons
+from agents.portfolio_why import Why
 from simcore.cluster import Cluster
 from simcore.plan import Plan, Predicted
 from simcore.profile_store import load_profile
@@ -43,6 +45,8 @@ class PortfolioResult:
         recorder: all that the search over placements kept.
         interrupted: whether the search was cut short.
         reason: why nothing fits; None where the plan does.
+        why: why the plan won, and over what; None where nothing fits.
+        sharding: what a sharded plan splits and why; None where the plan is none.
     """
 
     plan: Plan
@@ -53,6 +57,8 @@ class PortfolioResult:
     recorder: Recorder
     interrupted: bool = False
     reason: str | None = None
+    why: Why | None = None
+    sharding: Reasons | None = None
 
     @property
     def feasible(self) -> bool:

@@ -1,11 +1,15 @@
 """Study of sharded plans: ``python -m bench.automap --minutes 30`` fills ``results/automap.json``.
 
-A cell is a model, a cluster, a method and a seed. Every method searches the same spaces: on each
-mesh of all GPUs with one axis that splits, the linkage groups (equal layers alike), on the compiled
-simulator with one communication stream. ``data_parallel`` and ``megatron`` (the style ``tensor``)
-are the floor. The optimum of the additive objective on the same meshes is exact (``ilp``: by the
-dynamic program, or by the integer program where that is asked for), and its plan is simulated like
-the others. A finished cell is stored at once and skipped where it is stored.
+A cell is a model, a cluster, a method and a seed. Every method searches the same spaces: meshes of
+all GPUs, and of those of the first server where there are several, with one or two axes that split;
+of all these the `MESHES` whose optimum of the additive objective is least. A space decides for each
+linkage group (equal layers alike), on the compiled simulator with one communication stream.
+``data_parallel`` and ``megatron`` (the style ``tensor``) are the floor, on all meshes. The optimum
+of the additive objective is exact by two ways: ``program`` (dynamic program) and ``ilp`` (HiGHS);
+their plans are simulated like the others. ``combined`` searches pipelines of sharded stages, which
+the others do not have, in as much processor time as `--combined-seconds`. The best plan of each is
+simulated in full too. Seconds are processor time. A finished cell is stored at once and skipped
+where it is stored.
 """
 
 import argparse
@@ -14,73 +18,150 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import torch
+from torch import nn
 
 from agents.automap.bounds import mesh_bound
+from agents.automap.combined import Combined
+from agents.automap.ilp import Limits, solve
 from agents.automap.operators import OperatorPartition, Pruning
-from agents.automap.planner import meshes, optimum, search
+from agents.automap.planner import device_sets, meshes, optimum
 from agents.automap.search import Found, anneal, greedy, random_search
 from agents.dqn import Config, train
+from agents.planners.pipeline_shards import CombinedSearch
+from agents.planners.recorder import Budget
+from agents.planners.space import PlacementSpace
 from simcore.atomic import write_whole
 from simcore.cluster import Cluster
 from simcore.errors import PlacewrightError
-from simcore.plan import Plan
+from simcore.graph import OpGraph
+from simcore.job import Job
+from simcore.lower import Problem
+from simcore.models.moe import SHAPE, MixtureOfExperts, StackedExpertLayer
+from simcore.plan import ONE_HOST, Plan
 from simcore.shard_batch import simulate_folded
-from simcore.shard_space import STREAM, WHOLE
+from simcore.shard_space import WHOLE
+from simcore.shard_summary import layout_name
 from simcore.simulation import simulate
 from simcore.sources import load_graph
 
 RESULTS = Path(__file__).resolve().parent / "results" / "automap.json"
-MODELS = ("vgg-19", "bert-large", "t5-base", "gpt2-xl", "moe-stacked")
+DEEP_MOE = "bench.automap:moe_24"
+MODELS = ("vgg-19", "bert-large", "t5-base", DEEP_MOE, "gpt2-xl")
 CLUSTERS = ("2x8xV100", "8xA100-NVSwitch")
-METHODS = ("data_parallel", "megatron", "ilp", "greedy", "random", "anneal", "dqn")
+METHODS = (
+    "data_parallel", "megatron", "program", "ilp", "combined", "anneal", "dqn", "greedy", "random"
+)  # fmt: skip
 SEEDED = ("greedy", "random", "anneal", "dqn")
+MESHES = 6  # that are searched
+PRUNINGS = ("nothing", "fold", "dominated", "memory")  # left out
 
 Cell = dict[str, Any]
 
 
-def problems_of(model: str, cluster: str, pruning: Pruning) -> list[OperatorPartition]:
-    """Returns the problem of each mesh that has one axis that splits."""
-    graph, job, _ = load_graph(model)
-    where = Cluster.preset(cluster)
-    names = [device.name for device in where.devices if not device.kind.startswith("CPU")]
-    found = []
-    for mesh in meshes(len(names)):
-        if "y" in mesh:
-            continue
-        try:
-            found.append(OperatorPartition.build(graph, where, job, names, mesh, pruning=pruning))
-        except PlacewrightError as error:
-            print(f"{model} on {cluster}, {mesh}: {error}", file=sys.stderr)
-    return found
+def moe_24() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Returns a mixture of experts of 24 layers, every second one with 8 experts, and inputs."""
+    ids = torch.zeros((32, 512), dtype=torch.long)
+    return MixtureOfExperts(replace(SHAPE, layers=24), StackedExpertLayer), (ids, ids)
+
+
+class Study:
+    """One model on one cluster: its spaces, and what was simulated in full."""
+
+    def __init__(self, model: str, cluster: str) -> None:
+        self.model = model
+        changes = {"optimizer": "adam"} if ":" in model else None
+        self.graph, self.job, _ = load_graph(model, changes)
+        self.cluster = Cluster.preset(cluster)
+        self.full: dict[bytes, float] = {}
+        begin = time.process_time()
+        self.problems = list(self._problems())
+        self.build_seconds = time.process_time() - begin
+        self.best = sorted(self.problems, key=lambda p: p[1])[:MESHES]
+
+    @property
+    def task(self) -> tuple[OpGraph, Cluster, Job]:
+        """What every simulation is given."""
+        return self.graph, self.cluster, self.job
+
+    def _problems(self) -> Iterator[tuple[OperatorPartition, float]]:
+        """Yields the problem of each mesh with the least of its additive objective, s."""
+        for names in device_sets(self.cluster):
+            for mesh in meshes(len(names)):
+                try:
+                    problem = OperatorPartition.build(*self.task, names, mesh)
+                    yield problem, optimum(problem, kept=problem.capacity)[1]
+                except PlacewrightError as error:
+                    print(f"{self.model}, {mesh}: {error}", file=sys.stderr)
+
+    def in_full(self, plan: Plan | None) -> float | None:
+        """Returns the step time of a plan under the default settings, None where it cannot run."""
+        if plan is None:
+            return None
+        settings = msgspec.structs.replace(ONE_HOST, host="per_rank")
+        plan = msgspec.structs.replace(plan, settings=settings)
+        key = msgspec.json.encode(plan)
+        if key not in self.full:
+            result = simulate(*self.task, plan)
+            self.full[key] = result.step_time if result.feasible else math.inf
+        return self.full[key]
 
 
 def row_of(problem: OperatorPartition, method: str) -> np.ndarray | None:
     """Returns the plan of a method that needs no search, None where there is none."""
     space = problem.folded.spaces[0]
     try:
-        if method == "ilp":
+        if method == "program":
             return optimum(problem, kept=problem.capacity)[0]
-        if method == "megatron":
+        if method == "ilp":
+            less = problem.additive.restricted(problem.keep)
+            return solve(less, less.objective(), Limits(kept=problem.capacity)).row
+        if len(space.axes) == 1:
             return space.styled({space.axes[0]: "tensor"})
     except PlacewrightError:
-        return None
-    raise ValueError(method)
+        pass
+    return None
 
 
-def copies(problem: OperatorPartition) -> Cell:
-    """Returns data parallelism over all devices, its gradients in buckets, simulated in full."""
-    space = problem.folded.spaces[0]
-    task = (problem.folded.graph, space.cluster, space.job)
-    plan = Plan.data_parallel(*task, space.devices, settings=STREAM)
-    result = simulate(*task, plan)
-    fits = result.feasible
-    return {
-        "step_time_s": result.step_time if fits else math.inf,
-        "mesh": {"dp": len(space.devices)},
+def copies(study: Study) -> Cell:
+    """Returns data parallelism over all devices, or those of one server."""
+    found = []
+    for names in device_sets(study.cluster):
+        plan = Plan.data_parallel(*study.task, names)
+        found.append((study.in_full(plan), len(names)))
+    seconds, count = min((s, n) for s, n in found if s is not None)
+    return {"step_time_s": seconds, "full_s": seconds, "mesh": {"dp": count}}
+
+
+def combined(study: Study, seconds: float) -> Cell:
+    """Returns the best pipeline of sharded stages, as the planner of ``plan`` finds it."""
+    space = PlacementSpace.build(Problem.build(*study.task, ONE_HOST))
+    budget = Budget(seconds, clock=time.process_time)
+    index = study.cluster.device_index
+    searches = []
+    for names in reversed(device_sets(study.cluster)):  # the fewer first
+        search = CombinedSearch(Combined.build(space, [index(name) for name in names]))
+        search.run(budget.part(1.0 if len(names) == len(space.devices) else 0.5))
+        searches.append(search)
+    best = min(searches, key=lambda each: each.step_time if each.fits else math.inf)
+    found = {
+        "step_time_s": math.inf,
+        "evaluations": sum(len(each.tried) for each in searches),
+    }
+    if best.plan is None or not best.fits:
+        return found
+    return found | {
+        "step_time_s": best.step_time,
+        "full_s": best.step_time,
+        "layout": layout_name(study.graph, best.plan),
+        "microbatches": best.plan.microbatches,
+        "schedule": best.plan.schedule,
     }
 
 
@@ -96,79 +177,91 @@ def searched(problem: OperatorPartition, method: str, evaluations: int, seed: in
     return run[method](problem, evaluations, seed=seed)
 
 
-def measure(problems: list[OperatorPartition], method: str, evaluations: int, seed: int) -> Cell:
+def measure(study: Study, method: str, args: argparse.Namespace, seed: int) -> Cell:
     """Returns the best plan of a method over all meshes."""
-    best: Cell = {"step_time_s": math.inf}
-    begin = time.perf_counter()
+    begin = time.process_time()
     if method == "data_parallel":
-        return copies(problems[0]) | {"seconds": time.perf_counter() - begin}
-    for problem in problems:
+        return copies(study) | {"seconds": time.process_time() - begin}
+    if method == "combined":
+        return combined(study, args.combined_seconds) | {"seconds": time.process_time() - begin}
+    best: Cell = {"step_time_s": math.inf}
+    winner: tuple[OperatorPartition, np.ndarray] | None = None
+    for problem, _ in study.problems if method == "megatron" else study.best:
         problem.known.clear()
         if method in SEEDED:
-            found = searched(problem, method, evaluations // len(problems), seed)
+            found = searched(problem, method, args.evaluations // len(study.best), seed)
             row = None if found.chosen is None else problem.rows(found.chosen[None])[0]
         else:
             row = row_of(problem, method)
         if row is None:
             continue
         worth = simulate_folded(problem.folded, row[None])
-        if worth.overflow[0] or worth.step_time[0] >= best["step_time_s"]:
-            continue
-        additive = problem.additive
-        best = {
-            "step_time_s": float(worth.step_time[0]),
-            "mesh": dict(zip(problem.folded.spaces[0].mesh.names,
-                             problem.folded.spaces[0].mesh.sizes, strict=True)),
-            "additive_s": float(additive.cost(additive.objective(), row[None])[0]),
-            "splits": [f"{name}:{factor}" for (name, factor), value
-                       in zip(problem.folded.names, row.tolist(), strict=True) if value != WHOLE],
-        }  # fmt: skip
-    return best | {"seconds": time.perf_counter() - begin}
+        if not worth.overflow[0] and worth.step_time[0] < best["step_time_s"]:
+            best, winner = _cell(problem, row, float(worth.step_time[0])), (problem, row)
+    best["seconds"] = time.process_time() - begin
+    if winner is not None:
+        best["full_s"] = study.in_full(winner[0].plan(winner[1]))
+    return best
 
 
-def known_of(problems: list[OperatorPartition]) -> Cell:
-    """Returns what is known about the spaces: optima, bounds, sizes."""
-    exact = [search(p, p.fixed, 4096) for p in problems if p.space_size <= 4096]
+def _cell(problem: OperatorPartition, row: np.ndarray, seconds: float) -> Cell:
+    additive, mesh = problem.additive, problem.folded.spaces[0].mesh
     return {
-        "additive_optimum_s": min(optimum(problem)[1] for problem in problems),
-        "bound_s": min(mesh_bound(problem.additive) for problem in problems),
-        "space": [problem.space_size for problem in problems],
-        "simulated_optimum_s": min((f.step_time for f in exact), default=None),
-        "meshes_tried_fully": len(exact),
-        "meshes": len(problems),
+        "step_time_s": seconds,
+        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "additive_s": float(additive.cost(additive.objective(), row[None])[0]),
+        "splits": [
+            f"{name}:{factor} along {problem.folded.spaces[0].axes[value]}"
+            for (name, factor), value in zip(problem.folded.names, row.tolist(), strict=True)
+            if value != WHOLE
+        ],
     }
 
 
-def pruning_rows(model: str, cluster: str, evaluations: int) -> Iterator[Cell]:
-    """Yields what each switch of pruning does on one mesh: all of them, then one left out."""
-    graph, job, _ = load_graph(model)
-    where = Cluster.preset(cluster)
-    names = [device.name for device in where.devices if not device.kind.startswith("CPU")]
-    switches = ("fold", "dominated", "memory")
-    for out in ("nothing", *switches):
-        pruning = Pruning(**{name: name != out for name in switches})
-        begin = time.perf_counter()
-        problem = OperatorPartition.build(
-            graph, where, job, names, {"x": len(names)}, pruning=pruning
-        )
-        built = time.perf_counter() - begin
-        begin = time.perf_counter()
+def known_of(study: Study) -> Cell:
+    """Returns what is known about the spaces: optima, bounds, sizes."""
+    return {
+        "additive_optimum_s": study.best[0][1],
+        "bound_s": min(mesh_bound(problem.additive) for problem, _ in study.problems),
+        "meshes": [
+            {
+                "mesh": dict(zip(p.folded.spaces[0].mesh.names, p.folded.spaces[0].mesh.sizes,
+                                 strict=True)),
+                "additive_optimum_s": least,
+                "log10_plans": round(math.log10(p.space_size), 2),
+            }
+            for p, least in study.problems
+        ],
+        "build_seconds": study.build_seconds,
+    }  # fmt: skip
+
+
+def pruned(study: Study, out: str, evaluations: int) -> Cell:
+    """Returns what it does to leave one pruning out, on one axis over all GPUs."""
+    pruning = Pruning(**{name: name != out for name in PRUNINGS[1:]})
+    names = device_sets(study.cluster)[0]
+    times = [time.process_time()]
+    try:
+        mesh = {"x": len(names)}
+        problem = OperatorPartition.build(*study.task, names, mesh, pruning=pruning)
+        times.append(time.process_time())
         row, least = optimum(problem)
-        proven = time.perf_counter() - begin
-        begin = time.perf_counter()
+        times.append(time.process_time())
         found = anneal(problem, evaluations, seed=0, start=problem.chosen(row))
-        yield {
-            "model": model,
-            "left_out": out,
-            "slots": problem.num_slots,
-            "log10_plans": round(math.log10(problem.space_size), 1),
-            "build_seconds": round(built, 2),
-            "optimum_seconds": round(proven, 3),
-            "anneal_seconds": round(time.perf_counter() - begin, 2),
-            "additive_optimum_s": least,
-            "annealed_s": found.step_time,
-            "found_at": found.found_at,
-        }
+        times.append(time.process_time())
+    except PlacewrightError as error:
+        return {"refused": str(error), "seconds": time.process_time() - times[0]}
+    built, proven, annealed = np.diff(times).round(3).tolist()
+    return {
+        "slots": problem.num_slots,
+        "log10_plans": round(math.log10(problem.space_size), 1),
+        "build_seconds": built,
+        "optimum_seconds": proven,
+        "anneal_seconds": annealed,
+        "additive_optimum_s": least,
+        "annealed_s": found.step_time,
+        "found_at": found.found_at,
+    }
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
@@ -179,6 +272,34 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
             for method in METHODS:
                 for seed in range(args.seeds if method in SEEDED else 1):
                     yield model, cluster, method, seed
+            if args.pruning and cluster == args.clusters[0]:
+                for out in PRUNINGS:
+                    yield model, cluster, f"without-{out}", 0
+
+
+def fill(args: argparse.Namespace, stored: dict[str, Cell]) -> None:
+    """Measures the cells that are missing, until the minutes of processor time are spent."""
+    begin, held = time.process_time(), ("", "")
+    study: Study | None = None
+    for model, cluster, method, seed in cells(args):
+        key = f"{model} {cluster} {method} {seed} {args.evaluations}"
+        if key in stored:
+            continue
+        if time.process_time() - begin > 60 * args.minutes:
+            return
+        print(f"{key} …", file=sys.stderr)
+        if study is None or held != (model, cluster):
+            study, held = Study(model, cluster), (model, cluster)
+        if not study.problems:
+            continue
+        if method == "known":
+            stored[key] = known_of(study)
+        elif method.startswith("without-"):
+            stored[key] = pruned(study, method.removeprefix("without-"), args.evaluations // 4)
+        else:
+            stored[key] = measure(study, method, args, seed)
+        args.file.parent.mkdir(exist_ok=True)
+        write_whole(args.file, json.dumps(stored, indent=1).encode())
 
 
 def main() -> None:
@@ -186,40 +307,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS))
-    parser.add_argument("--evaluations", type=int, default=2000, help="over all meshes together")
+    parser.add_argument("--evaluations", type=int, default=3000, help="over all meshes together")
+    parser.add_argument("--combined-seconds", type=float, default=60.0)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of processor time")
     parser.add_argument("--file", type=Path, default=RESULTS)
-    parser.add_argument("--pruning", action="store_true", help="print what pruning does instead")
+    parser.add_argument("--pruning", action="store_true", help="also leave out each pruning")
     args = parser.parse_args()
-    if args.pruning:
-        for model in args.models:
-            for row in pruning_rows(model, args.clusters[0], args.evaluations):
-                print(json.dumps(row), flush=True)
-        return
     stored = json.loads(args.file.read_text()) if args.file.exists() else {}
-    begin, held = time.perf_counter(), ("", "")
-    problems: list[OperatorPartition] = []
-    for model, cluster, method, seed in cells(args):
-        key = f"{model} {cluster} {method} {seed} {args.evaluations}"
-        if key in stored:
-            continue
-        if time.perf_counter() - begin > 60 * args.minutes:
-            break
-        print(f"{key} …", file=sys.stderr)
-        if held != (model, cluster):
-            problems, held = problems_of(model, cluster, Pruning()), (model, cluster)
-        if not problems:
-            continue
-        is_known = method == "known"
-        stored[key] = known_of(problems) if is_known else measure(
-            problems, method, args.evaluations, seed
-        )  # fmt: skip
-        args.file.parent.mkdir(exist_ok=True)
-        write_whole(args.file, json.dumps(stored, indent=1).encode())
+    try:
+        fill(args, stored)
+    except KeyboardInterrupt:
+        print("interrupted: finished cells are kept", file=sys.stderr)
     for key, cell in stored.items():
-        value = cell.get("step_time_s", cell.get("simulated_optimum_s"))
-        print(f"{key:60} {value}  {cell.get('mesh', '')}")
+        value = cell.get("step_time_s", cell.get("additive_optimum_s"))
+        print(f"{key:60} {value}  {cell.get('mesh', cell.get('layout', ''))}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Pipelines by learning and by planning: ``python -m bench.pipeline_study --minutes 60``.
 
-A cell is a model, a cluster, a method and a seed. All methods have the same number of simulations
-and are rated by the same simulator, as synchronous training. A finished cell is stored at once and
-skipped where it is stored (its key has a hash of the problem and of the sources of `agents`);
-``--minutes`` runs what fits. Methods without chance have seed 0 only. ``--report`` prints what is
-stored: ratios to PipeDream's stages and to data parallelism, and the gap to the bound.
+A cell is a model, a cluster, a method and a seed. All methods have the same seconds of processor
+time (or, with ``--evaluations``, simulations) and are rated by the same simulator, as synchronous
+training; what a published planner takes by itself is stored beside. A finished cell is stored at
+once and skipped where it is stored (its key has a hash of the problem and of the sources that
+decide it); ``--minutes`` runs what fits. Methods without chance have seed 0 only. ``--report``
+prints what is stored: ratios to PipeDream's stages and to data parallelism, and the gap to the
+bound. Every method may answer copies of the whole model too, as PipeDream's planner does.
 """
 
 import argparse
@@ -14,154 +16,32 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agents import pipeline_agent
-from agents.pipelines.anneal import Best, anneal
 from agents.pipelines.bound import dag_bound
-from agents.pipelines.env import PipelineTask
-from agents.pipelines.nodes import NodeGraph
-from agents.pipelines.plans import Simulator
-from agents.pipelines.published import dapple_best, pipedream_best
-from agents.planners.data_parallel import data_parallel
-from agents.planners.pipeline_chain import Chain
-from agents.planners.pipeline_layouts import Demands, layouts
-from agents.planners.pipeline_plans import Pipelines
-from agents.planners.pipeline_search import PipelineSearch
-from agents.planners.recorder import Budget
-from agents.planners.space import PlacementSpace
-from agents.planners.stage_dag_plans import plan_stage_dag
-from simcore import Problem
+from bench.pipeline_methods import CHAINS, METHODS, SEEDED, Ground
 from simcore.atomic import write_whole
-from simcore.cluster import resolve
 from simcore.errors import PlacewrightError
-from simcore.plan import SEMANTICS_BATCH_NORM
-from simcore.sources import load_graph
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "pipeline_study.json"
-MODELS = ("two-tower", "multi-modal", "bert-base", "vgg-16", "resnet-50", "gnmt-4", "bert-large")
+BRANCHED = ("two-tower", "multi-modal")
+MODELS = (*BRANCHED, "bert-base", "vgg-16", "resnet-50", "gnmt-4", "bert-large")
 CLUSTERS = ("4xP100-PCIe", "8xV100-NVLink", "2xA100+4xT4")
-ALLOW = frozenset({SEMANTICS_BATCH_NORM})  # microbatches see their own statistics, as in GPipe
+LEARNED = ("agents/pipeline_agent.py", "agents/ppo.py", "agents/pipelines/network.py")
+COMMON = ("agents/pipelines/*.py", "agents/planners/*stage_dag*.py", "bench/pipeline_methods.py")
+CHAIN = "agents/planners/pipeline_{}.py"
+CLOSE = 1.01  # of PipeDream's step time: as good
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ground:
-    """What all methods work on."""
-
-    space: PlacementSpace
-    simulator: Simulator  # over the agent's nodes
-    evaluations: int
-
-    @classmethod
-    def of(cls, model: str, cluster: str, evaluations: int) -> "Ground":
-        """Returns the ground of a model and a cluster by name."""
-        graph, job, _ = load_graph(model)
-        space = PlacementSpace.build(Problem.build(graph, resolve(cluster), job))
-        return cls(
-            space=space,
-            simulator=Simulator(nodes=NodeGraph.build(space), allow=ALLOW),
-            evaluations=evaluations,
-        )
-
-    @property
-    def task(self) -> PipelineTask:
-        """The agent's space."""
-        return PipelineTask.build(self.simulator)
-
-    @property
-    def identity(self) -> str:
-        """Hex digits that change with the problem."""
-        problem = self.space.problem
-        parts = (problem.graph, problem.cluster, problem.job)
-        return "".join(part.content_hash()[:6] for part in parts)
-
-
-def _data_parallel(ground: Ground, seed: int) -> float:
-    best = data_parallel(ground.space).best
-    return math.inf if best is None else best.result.step_time
-
-
-def _equal_split(ground: Ground, seed: int) -> float:
-    """Equal stages, one per GPU, 1F1B, the best number of microbatches: the rule of experts."""
-    chain, best = Chain.build(ground.space), math.inf
-    wanted = len(ground.space.devices)
-    search = PipelineSearch(chain=chain, layouts=(), allow=ALLOW)
-    for layout in layouts(ground.space, Demands(schedule="1f1b", allow=ALLOW)):
-        if layout.num_ranks == wanted and layout.copies == 1:
-            candidate = chain.cut(layout)
-            even = None if candidate is None else chain.evenly(candidate)
-            found = None if even is None else search.simulate(even, Budget())
-            if found is not None and not found.overflow:
-                best = min(best, found.step_time)
-    return best
-
-
-def _pipedream(ground: Ground, seed: int) -> float:
-    return _or_copies(ground, pipedream_best(ground.task))
-
-
-def _dapple(ground: Ground, seed: int) -> float:
-    return _or_copies(ground, dapple_best(ground.task))
-
-
-def _or_copies(ground: Ground, best: Best | None) -> float:
-    """Returns the step time of a planner's stages; one stage is copies of the whole model."""
-    if best is None:
-        return _data_parallel(ground, 0)
-    return best.score.step_time if best.score.fits else math.inf
-
-
-def _chain(ground: Ground, seed: int) -> float:
-    pipelines = Pipelines.build(ground.space, Demands(allow=ALLOW))
-    pipelines.run(Budget(evaluations=ground.evaluations))
-    return math.inf if pipelines.best is None else pipelines.best.step_time
-
-
-def _stage_dag(ground: Ground, seed: int) -> float:
-    budget = Budget(evaluations=ground.evaluations)
-    return plan_stage_dag(ground.space, Demands(allow=ALLOW), budget).step_time
-
-
-def _anneal(ground: Ground, seed: int) -> float:
-    best = anneal(ground.task, Budget(evaluations=ground.evaluations), seed)
-    return best.score.step_time if best is not None and best.score.fits else math.inf
-
-
-def _agent(**changes: Any) -> Callable[[Ground, int], float]:
-    def run(ground: Ground, seed: int) -> float:
-        config = pipeline_agent.Config(evaluations=ground.evaluations, seed=seed, **changes)
-        task = PipelineTask.build(ground.simulator, pipeline_agent.freedom_of(config))
-        found = pipeline_agent.train(config, task).finalists
-        return found[0].step_time if found and found[0].fits else math.inf
-
-    return run
-
-
-METHODS: dict[str, Callable[[Ground, int], float]] = {
-    "data_parallel": _data_parallel,
-    "equal_split": _equal_split,
-    "pipedream": _pipedream,
-    "dapple": _dapple,
-    "chain": _chain,
-    "stage_dag": _stage_dag,
-    "anneal": _anneal,
-    "agent": _agent(),
-    "agent_symmetrised": _agent(direction="symmetrised"),
-    "agent_fixed_stages": _agent(stages=4),
-    "agent_no_copies": _agent(copies=False),
-}
-SEEDED = ("anneal", "agent", "agent_symmetrised", "agent_fixed_stages", "agent_no_copies")
-
-
-def code_hash() -> str:
-    """Returns hex digits that change with the sources that decide a cell."""
-    files = [*(ROOT / "agents" / "pipelines").glob("*.py"), ROOT / "agents" / "pipeline_agent.py"]
-    files += (ROOT / "agents" / "planners").glob("*stage_dag*.py")
-    files += (ROOT / "agents" / "planners").glob("pipeline_*.py")
+def code_hash(method: str) -> str:
+    """Returns hex digits that change with the sources that decide the cells of a method."""
+    patterns = [*COMMON, *(CHAIN.format(name) for name in ("chain", "cuts", "layouts", "search"))]
+    files = {file for pattern in patterns for file in ROOT.glob(pattern)}
+    learned = {ROOT / name for name in LEARNED}
+    files = files | learned if method.startswith("agent") else files - learned
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(file.read_bytes())
@@ -177,30 +57,37 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
                     yield model, cluster, method, seed
 
 
+def budget_name(args: argparse.Namespace) -> str:
+    """Returns what a cell's key says of its budget."""
+    return f"{args.seconds:g}s" if args.evaluations is None else str(args.evaluations)
+
+
 def run(args: argparse.Namespace, stored: dict[str, Any]) -> None:
     """Runs cells that are not stored until the minutes are spent."""
     end = time.monotonic() + 60 * args.minutes
-    code, ground, of = code_hash(), None, ("", "")
+    ground, of = None, ("", "")
     for model, cluster, method, seed in cells(args):
         if time.monotonic() > end:
             return
         if of != (model, cluster):
-            ground, of = Ground.of(model, cluster, args.evaluations), (model, cluster)
+            seconds = args.seconds if args.evaluations is None else None
+            ground, of = Ground.of(model, cluster, args.evaluations, seconds), (model, cluster)
         assert ground is not None
-        cell = "/".join((model, cluster, method, str(seed), str(args.evaluations)))
-        identity = f"{ground.identity}-{code}"
+        cell = "/".join((model, cluster, method, str(seed), budget_name(args)))
+        identity = f"{ground.identity}-{code_hash(method)}"
         if stored.get(cell, {}).get("identity") == identity:
             continue
         ground.simulator.known.clear()
-        begin, error = time.perf_counter(), ""
+        begin, error = time.process_time(), ""
         try:
             step_time = METHODS[method](ground, seed)
         except PlacewrightError as reason:
             step_time, error = math.inf, str(reason)
+        spent = time.process_time() - begin
         stored[cell] = {
             "step_time_s": step_time if math.isfinite(step_time) else None,
             "bound_s": dag_bound(ground.task),
-            "seconds": round(time.perf_counter() - begin, 1),
+            "processor_seconds": round(spent, 1),
             "identity": identity,
             "error": error,
         }
@@ -209,30 +96,95 @@ def run(args: argparse.Namespace, stored: dict[str, Any]) -> None:
 
 
 def report(args: argparse.Namespace, stored: dict[str, Any]) -> None:
-    """Prints medians over seeds in ms, and over PipeDream's stages in brackets."""
+    """Prints a row for each model and cluster, and what they come to."""
+    rows = []
     for cluster in args.clusters:
         for model in args.models:
-            found = {m: _median(args, stored, model, cluster, m) for m in METHODS}
-            if all(value is None for value in found.values()):
-                continue
-            base = found["pipedream"]
-            words = [
-                f"{m} {v * 1e3:.1f}" + (f" ({v / base:.3f})" if base else "")
-                for m, v in found.items()
-                if v is not None
-            ]
-            print(f"{model} on {cluster}: " + ", ".join(words))
+            found = {m: _times(args, stored, (model, cluster, m)) for m in METHODS}
+            if any(found.values()):
+                bound = stored_bound(args, stored, model, cluster)
+                rows.append((model, cluster, bound, found))
+    names = [m for m in METHODS if any(found[m] for *_, found in rows)]
+    print("| model | cluster | bound | " + " | ".join(names) + " |")
+    print("| --- " * (len(names) + 3) + "|")
+    for model, cluster, bound, found in rows:
+        base = _middle(found["pipedream"])
+        words = [_cell(_middle(found[m]), base) for m in names]
+        print(f"| {model} | {cluster} | {bound * 1e3:.1f} | " + " | ".join(words) + " |")
+    for name in names:
+        print(f"{name}: {_summary(name, rows)}")
 
 
-def _median(
-    args: argparse.Namespace, stored: dict[str, Any], model: str, cluster: str, method: str
-) -> float | None:
+Rows = list[tuple[str, str, float, dict[str, list[float]]]]
+
+
+def _summary(name: str, rows: Rows) -> str:
+    """Says how a method stands against data parallelism, PipeDream and all chain planners."""
+    parts = []
+    for other in ("data_parallel", "pipedream"):
+        ratios = [b / a for *_, f in rows if (a := _middle(f[name])) and (b := _middle(f[other]))]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            parts.append(f"over {other} {mean:.3f} in the mean, {max(ratios):.2f} at most")
+    single = [
+        value / base
+        for model, *_, f in rows
+        if model not in BRANCHED and (base := _middle(f["pipedream"]))
+        for value in f[name]
+    ]
+    if single:
+        close = sum(ratio <= CLOSE for ratio in single) / len(single)
+        parts.append(
+            f"chains: median {statistics.median(single):.3f} of PipeDream's time, "
+            f"{close:.0%} of {len(single)} cells at most {CLOSE}"
+        )
+    best = [
+        (value, min(chains))
+        for model, *_, f in rows
+        if model in BRANCHED and (value := _middle(f[name]))
+        if (chains := [t for m in CHAINS if (t := _middle(f[m]))])
+    ]
+    if best:
+        wins = sum(value < other * (1 - 1e-9) for value, other in best)
+        parts.append(f"branches: beats all chain planners in {wins} of {len(best)}")
+    return "; ".join(parts)
+
+
+def _cell(value: float | None, base: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.1f}" + (f" ({value / base:.3f})" if base else "")
+
+
+def _middle(times: list[float]) -> float | None:
+    return statistics.median(times) if times else None
+
+
+def stored_bound(
+    args: argparse.Namespace, stored: dict[str, Any], model: str, cluster: str
+) -> float:
+    """Returns the stored bound of pipelines of a model on a cluster, s; nan where there is none."""
+    found = (
+        cell["bound_s"]
+        for key, cell in stored.items()
+        if key.startswith(f"{model}/{cluster}/") and key.endswith(f"/{budget_name(args)}")
+    )
+    return next(found, math.nan)
+
+
+def _times(
+    args: argparse.Namespace, stored: dict[str, Any], where: tuple[str, str, str]
+) -> list[float]:
+    """Returns step times over seeds, s; copies of the model where those are faster."""
+    model, cluster, _ = where
+    copies = stored.get("/".join((model, cluster, "data_parallel", "0", budget_name(args))), {})
     times = []
     for seed in range(args.seeds):
-        cell = stored.get("/".join((model, cluster, method, str(seed), str(args.evaluations))), {})
-        if cell.get("step_time_s") is not None:
-            times.append(float(cell["step_time_s"]))
-    return statistics.median(times) if times else None
+        cell = stored.get("/".join((*where, str(seed), budget_name(args))))
+        if cell is not None:
+            both = (cell["step_time_s"], copies.get("step_time_s"))
+            times += [min(time for time in both if time is not None)] if any(both) else []
+    return times
 
 
 def main() -> None:
@@ -242,8 +194,9 @@ def main() -> None:
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--evaluations", type=int, default=1000)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of processor, for each cell")
+    parser.add_argument("--evaluations", type=int, help="simulations for each cell instead")
+    parser.add_argument("--minutes", type=float, default=60.0, help="on the clock, of the study")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()

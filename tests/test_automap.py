@@ -12,11 +12,11 @@ from agents.automap.additive import Additive, dominated, item_costs
 from agents.automap.batches import BatchParallel
 from agents.automap.bounds import mesh_bound
 from agents.automap.combined import KINDS, SLOTS, Combined
-from agents.automap.contention import slow_down
+from agents.automap.contention import link_rates, slow_down
 from agents.automap.cuts import PipelineCuts
 from agents.automap.eliminate import eliminate
 from agents.automap.episodes import PlanEnv
-from agents.automap.explain import split_groups
+from agents.automap.explain import choices_of, decision_name
 from agents.automap.ilp import Limits, solve
 from agents.automap.operators import ALL, OperatorPartition, Pruning
 from agents.automap.planner import grouped_plans, meshes, optimum
@@ -81,11 +81,11 @@ def test_tables_add_up_to_what_the_kernel_lowers(
     additive = problem.additive
     rows = random_rows(additive, 12)
     parts = [
-        np.concatenate([costs.sum(axis=1) for costs in item_costs(space, rows)])
+        np.concatenate([costs.sum(axis=1) for costs in item_costs(space, rows, link_rates(space))])
         for space in problem.folded.spaces
     ]
     whole = extended(parts[0], parts[1:], problem.folded.layers)
-    for quantity in range(5):
+    for quantity in range(6):
         found = additive.cost([table[quantity] for table in additive.tables], rows)
         assert found == pytest.approx(whole[:, quantity], rel=1e-9, abs=1e-12)
 
@@ -286,9 +286,9 @@ def test_the_combined_problem_has_data_parallel_and_mixed_plans(
     graphs: dict[str, OpGraph],
 ) -> None:
     space = space_of(graphs["transformer"])
-    problem = Combined.build(space)
+    problem = Combined.build(space, space.devices)
     assert problem.num_slots == len(SLOTS)
-    rows = np.array([[0] * 6, [1, 1, KINDS.index("tensor"), 1, 0, 0]])
+    rows = np.array([[0] * 7, [1, 1, KINDS.index("tensor"), 1, 0, 0, 0]])
     assert all(is_legal(problem, row) for row in rows)
     worth = problem.evaluate(rows)
     assert worth.reward[0] == pytest.approx(0.0)
@@ -350,19 +350,27 @@ def test_meshes_use_all_devices() -> None:
 
 def test_the_planner_finds_a_plan_on_each_mesh_and_says_why(graphs: dict[str, OpGraph]) -> None:
     space = space_of(graphs["transformer"])
-    found = grouped_plans(space, list(space.devices)[:4], Budget(evaluations=400))
+    found = grouped_plans(space, [GPUS[:4]], Budget(evaluations=400))
     assert found
     assert found == sorted(found, key=lambda each: each.rank)
     best = found[0]
     assert best.optimum <= best.additive * (1 + 1e-9)
-    groups = split_groups(best.problem, best.row)
-    assert len(groups) == int((best.row != WHOLE).sum())
-    for group in groups:
-        row = best.row.copy()
-        decision = [f"{a}:{b}" for a, b in best.problem.folded.names].index(group.name)
-        row[decision] = WHOLE
+    choices = choices_of(best.problem, best.row)
+    names = [decision_name(best.problem, d) for d in range(len(best.row))]
+    assert {c.name for c in choices if c.is_split} == {
+        names[d] for d in np.flatnonzero(best.row != WHOLE)
+    }
+    for choice in choices:
+        row, axes = best.row.copy(), best.problem.folded.spaces[0].axes
+        decision = names.index(choice.name)
+        row[decision] = WHOLE if choice.is_split else axes.index(choice.axis)
         other = simulate_folded(best.problem.folded, row[None]).step_time[0]
-        assert group.saves == pytest.approx(other - best.step_time, abs=1e-9)
+        sign = 1 if choice.is_split else -1
+        assert choice.saves == pytest.approx(sign * (other - best.step_time), abs=1e-9)
+        tables = best.problem.additive.tables
+        parts = best.problem.additive.cost([t[1] for t in tables], np.stack([row, best.row]))
+        paid = sum(p.seconds for kind, p in choice.paid.items() if kind != "sum_over_copies")
+        assert sign * paid == pytest.approx(parts[1] - parts[0], abs=1e-9)
 
 
 def test_the_sharding_strategy_is_never_worse_than_its_styles(graphs: dict[str, OpGraph]) -> None:

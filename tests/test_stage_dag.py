@@ -9,7 +9,8 @@ from agents.pipelines.nodes import NodeGraph
 from agents.pipelines.plans import Simulator
 from agents.planners.pipeline_layouts import Demands
 from agents.planners.recorder import Budget
-from agents.planners.stage_dag import StageDagSearch, device_orders, node_orders
+from agents.planners.stage_dag import StageDagSearch
+from agents.planners.stage_dag_orders import device_orders, node_orders
 from agents.planners.stage_dag_plans import plan_stage_dag
 from simcore import GraphBuilder, OpGraph, simulate
 from simcore.graph import Out, Phase

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.automap.compiled_additive import run_additive
+from agents.automap.contention import link_rates
 from agents.automap.scopes import allowed_values, as_axis, item_scopes, largest, members
 from simcore.errors import PlanError
 from simcore.kernel import Change, make_shard_scratch
@@ -26,7 +27,8 @@ from simcore.shard_space import WHOLE, ShardSpace
 MOST_ROWS = 200_000  # combinations that are lowered for one table
 _CHUNK = 64  # plans whose items are held at once
 _USUAL_BUCKET = 25 * 2**20  # bytes, where all gradients are one bucket
-COMPUTE, COLLECTIVE, BUSY, GRADIENT, KEPT = range(5)  # the quantities of a table
+# the quantities of a table; BUSY and OTHER: collectives along the first and the second axis
+COMPUTE, COLLECTIVE, BUSY, GRADIENT, KEPT, OTHER = range(6)
 
 Table = NDArray[np.float64]
 
@@ -38,9 +40,9 @@ class Additive:
     Attributes:
         values: what each decision may be, rising from WHOLE, [decision][value].
         scopes: decisions that each table is over, rising, [table].
-        tables: [table][quantity, value of each decision of its scope]; s, s, s, bytes, bytes.
+        tables: [table][quantity, value of each decision of its scope]; s, s, s, bytes, bytes, s.
         rate: s per byte of gradients that copies sum, at the size of a bucket.
-        least_rate: s per byte that no size beats.
+        least_rate: s per byte for which they keep the busiest link busy.
         num_axes: axes that split.
     """
 
@@ -68,6 +70,7 @@ class Additive:
         free = allowed.sum(axis=1) > 1
         items = [item_scopes(space.tables, free) for space in folded.spaces]
         kept = largest([scope for each in items for scope in each])
+        rates = [link_rates(space) for space in folded.spaces]
         tables = []
         for number, scope in enumerate(kept):
             shape = tuple(len(values[decision]) for decision in members(scope))
@@ -78,12 +81,12 @@ class Additive:
                 )
             rows = _combinations(folded.num_decisions, members(scope), values)
             parts = [
-                _summed(space, rows, [_home(each, kept) == number for each in scopes])
-                for space, scopes in zip(folded.spaces, items, strict=True)
+                _summed(space, rows, [_home(each, kept) == number for each in scopes], link)
+                for space, scopes, link in zip(folded.spaces, items, rates, strict=True)
             ]
             table = extended(parts[0], parts[1:], folded.layers)
             tables.append(np.moveaxis(table.reshape(*shape, -1), -1, 0).copy())
-        rate, least = _rates(first)
+        rate, least = _rates(first, rates[0])
         return cls(
             values=values,
             scopes=tuple(map(members, kept)),
@@ -102,10 +105,19 @@ class Additive:
         """Returns the seconds of the additive objective, [table][value of each decision]."""
         return tuple(t[COMPUTE] + t[COLLECTIVE] + self.rate * t[GRADIENT] for t in self.tables)
 
-    def weighted(self, weight: float) -> tuple[Table, ...]:
-        """Returns weight x computing + (1 - weight) x the link's least work, [table][...]."""
+    def weighted(self, weights: Sequence[float]) -> tuple[Table, ...]:
+        """Returns a weighted sum of what a device has to do, [table][...].
+
+        Args:
+            weights: of computing, of the least work of the links along the first axis, along the
+                second, and for the gradients that copies sum.
+        """
+        compute, first, second, sums = weights
         return tuple(
-            weight * t[COMPUTE] + (1.0 - weight) * (t[BUSY] + self.least_rate * t[GRADIENT])
+            compute * t[COMPUTE]
+            + first * t[BUSY]
+            + second * t[OTHER]
+            + sums * self.least_rate * t[GRADIENT]
             for t in self.tables
         )
 
@@ -202,27 +214,38 @@ def _combinations(
 
 
 def _summed(
-    space: ShardSpace, rows: NDArray[np.int8], belongs: Sequence[bool]
+    space: ShardSpace,
+    rows: NDArray[np.int8],
+    belongs: Sequence[bool],
+    link: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Returns what some items add to plans, [plan, quantity]."""
     mine = np.flatnonzero(belongs)
-    return np.concatenate([costs[:, mine].sum(axis=1) for costs in item_costs(space, rows)])
+    return np.concatenate([costs[:, mine].sum(axis=1) for costs in item_costs(space, rows, link)])
 
 
-def item_costs(space: ShardSpace, rows: NDArray[np.int8]) -> Iterator[NDArray[np.float64]]:
-    """Yields what each op, then each tensor adds to plans, [plan, item, quantity], in chunks."""
+def item_costs(
+    space: ShardSpace, rows: NDArray[np.int8], link: NDArray[np.float64]
+) -> Iterator[NDArray[np.float64]]:
+    """Yields what each op, then each tensor adds to plans, [plan, item, quantity], in chunks.
+
+    Args:
+        space: a space.
+        rows: plans, [plan, decision].
+        link: of `link_rates`.
+    """
     tables = space.tables
     scratch = make_shard_scratch(tables)
     owner = np.zeros(len(scratch.handles), np.int64)
     count = len(tables.ops) - 1 + len(tables.tensors)
     for begin in range(0, len(rows), _CHUNK):
         part = np.ascontiguousarray(rows[begin : begin + _CHUNK], np.int8)
-        costs = np.zeros((len(part), count, 5))
-        run_additive(tables, part, scratch, owner, costs)
+        costs = np.zeros((len(part), count, 6))
+        run_additive(tables, part, scratch, owner, link, costs)
         yield costs
 
 
-def _rates(space: ShardSpace) -> tuple[float, float]:
+def _rates(space: ShardSpace, link: NDArray[np.float64]) -> tuple[float, float]:
     """Returns seconds per byte that copies sum: at a bucket, and at the best size."""
     if space.tables.copies == 1:
         return 0.0, 0.0
@@ -232,4 +255,4 @@ def _rates(space: ShardSpace) -> tuple[float, float]:
     bucket = space.tables.bucket or _USUAL_BUCKET
     point = int(np.argmin(np.abs(sizes - bucket)))
     whole = (curve["latency"][point] + curve["duration"][point]) / sizes[point]
-    return float(whole), float((curve["duration"] / sizes).min())
+    return float(whole), float(link[COPIES, Change.ALL_REDUCE])

@@ -1,155 +1,307 @@
-"""What a sharded plan splits, group by group, and why: in words, from the simulator.
+"""What a sharded plan splits, group by group, and why: in words and numbers, from the simulator.
 
 For each group that is split: the step time with that group alone left whole, what of computing and
-of memory the split saves, which collectives it adds and how long they take in sum.
+of memory the split saves, which collectives it adds, their bytes and their seconds. For each group
+that could be split and is not: what the best split of it alone would cost.
 """
 
 import math
-from collections import Counter
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agents.automap.additive import COLLECTIVE, COMPUTE, KEPT
+from agents.automap.additive import COLLECTIVE, COMPUTE, GRADIENT, KEPT
 from agents.automap.bounds import mesh_bound
+from agents.automap.compiled_additive import run_collectives
 from agents.automap.operators import OperatorPartition
-from agents.automap.planner import Grouped
+from simcore.kernel import Change, make_shard_scratch
 from simcore.shard_batch import simulate_folded
+from simcore.shard_fold import extended
 from simcore.shard_space import WHOLE
-from simcore.sharding.local import local_graph
-from simcore.shards import make_axis
+from simcore.sharding.groups import BATCH
 from simcore.units import format_bytes, format_seconds
 
-_SHOWN = 6  # groups that are listed
+_SHOWN = 4  # groups of each sort that are told in words
+_SUMS = "sum_over_copies"  # of gradients, in buckets
 
 
-class SplitGroup(NamedTuple):
-    """A decision of a plan.
+class Paid(NamedTuple):
+    """Collectives of one kind that a split adds, fewer where negative."""
+
+    number: int
+    num_bytes: float
+    seconds: float
+
+
+class Choice(NamedTuple):
+    """What a plan does with groups that are decided together.
 
     Attributes:
-        name: of the tensor and the factor that stand for its groups.
+        name: of the tensor and the factor that stand for the groups.
         members: groups that are decided together.
-        axis: of the mesh.
-        saves: s that the step takes longer with it whole, on the compiled simulator.
+        axis: of the mesh; where they stay whole, the axis that they would best be split along.
+        is_split: whether they are.
+        saves: s of the step that the split saves, on the compiled simulator; negative = it costs.
         computing: s of computing that the split saves.
-        collectives: s of collectives that it adds.
         kept: bytes of parameters and optimizer state that it saves on a device.
-        kinds: what collectives it adds (less, if negative), by kind.
+        paid: collectives that the split adds, by kind.
     """
 
     name: str
     members: int
     axis: str
+    is_split: bool
     saves: float
     computing: float
-    collectives: float
     kept: float
-    kinds: dict[str, int]
+    paid: dict[str, Paid]
+
+    @property
+    def collectives(self) -> float:
+        """Seconds of collectives that the split adds."""
+        return sum(each.seconds for each in self.paid.values())
 
 
-def split_groups(problem: OperatorPartition, row: NDArray[np.int8]) -> list[SplitGroup]:
-    """Returns what a plan splits, what saves most first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """Why a plan of one mesh is as it is.
+
+    Attributes:
+        mesh: axis -> devices along it, where more than one.
+        split: groups that are split, what saves most first.
+        whole: groups that could be split, what would cost least first.
+        fixed: decisions that no axis of the mesh divides.
+        step_time: s, on the compiled simulator.
+        computing: s of computing in it.
+        communication: s of collectives, hidden or not.
+        additive_gap: part by which the plan is above the optimum of the additive objective.
+        bound: s that no plan of the mesh beats.
+    """
+
+    mesh: dict[str, int]
+    split: tuple[Choice, ...]
+    whole: tuple[Choice, ...]
+    fixed: int
+    step_time: float
+    computing: float
+    communication: float
+    additive_gap: float
+    bound: float
+
+    @property
+    def binds(self) -> str:
+        """What most of the step is: computing or communication."""
+        return "computing" if self.computing > 0.5 * self.step_time else "communication"
+
+    def lines(self) -> list[str]:
+        """Returns sentences."""
+        lines = [_sentence(group) for group in self.split[:_SHOWN]]
+        if len(self.split) > _SHOWN:
+            rest = sum(max(0.0, group.saves) for group in self.split[_SHOWN:])
+            lines.append(f"{len(self.split) - _SHOWN} more are split, {format_seconds(rest)}.")
+        shown = [_sentence(group) for group in self.whole[:_SHOWN]]
+        more = len(self.whole) - len(shown)
+        lines += shown + ([f"{more} more stay whole."] if more else [])
+        hidden = max(0.0, self.computing + self.communication - self.step_time)
+        lines.append(
+            f"{self.binds.capitalize()} binds: {format_seconds(self.computing)} of computing and "
+            f"{format_seconds(self.communication)} of collectives in "
+            f"{format_seconds(self.step_time)}, so {format_seconds(hidden)} overlap."
+        )
+        gap = self.step_time / self.bound - 1.0 if self.bound else math.inf
+        lines.append(
+            f"Mesh {' x '.join(f'{n} {size}' for n, size in self.mesh.items())}: "
+            f"{self.additive_gap:.1%} above the proven optimum of the additive objective, "
+            f"{gap:.1%} above what no plan of the mesh beats ({format_seconds(self.bound)})."
+        )
+        return lines
+
+    def record(self) -> dict[str, Any]:
+        """Returns the same for JSON, with all groups."""
+        return {
+            "mesh": self.mesh,
+            "split": [_row(group) for group in self.split],
+            "whole": [_row(group) for group in self.whole],
+            "not_divisible": self.fixed,
+            "compiled_step_time_s": self.step_time,
+            "computing_s": self.computing,
+            "communication_s": self.communication,
+            "binds": self.binds,
+            "additive_gap": self.additive_gap,
+            "mesh_bound_s": self.bound,
+        }
+
+
+def explain_row(problem: OperatorPartition, row: NDArray[np.int8], optimum: float) -> Explained:
+    """Returns why a plan of a mesh is as it is.
 
     Args:
         problem: the problem of the mesh.
         row: the plan, [decision].
+        optimum: s, the least of the additive objective over the mesh's plans.
     """
-    split = np.flatnonzero(row != WHOLE).tolist()
-    others = np.repeat(row[None], 1 + len(split), axis=0)
-    for place, decision in enumerate(split):
-        others[1 + place, decision] = WHOLE
-    times = simulate_folded(problem.folded, others).step_time
-    additive, space = problem.additive, problem.folded.spaces[0]
-    sums = [additive.cost([t[q] for t in additive.tables], others)
-            for q in (COMPUTE, COLLECTIVE, KEPT)]  # fmt: skip
-    mine = _kinds(problem, row)
-    found = []
-    for place, decision in enumerate(split):
-        tensor, factor = problem.folded.names[decision]
-        without = _kinds(problem, others[1 + place])
-        kinds = {k: mine[k] - without[k] for k in {*mine, *without} if mine[k] != without[k]}
-        delta = [float(values[1 + place] - values[0]) for values in sums]
-        found.append(
-            SplitGroup(
-                name=f"{tensor}:{factor}",
-                members=len(space.decisions[decision]),
-                axis=space.axes[int(row[decision])],
-                saves=float(times[1 + place] - times[0]),
-                computing=delta[0],
-                collectives=-delta[1],
-                kept=delta[2],
-                kinds=dict(sorted(kinds.items())),
-            )
-        )
-    return sorted(found, key=lambda group: (-group.saves, group.name))
-
-
-def _kinds(problem: OperatorPartition, row: NDArray[np.int8]) -> Counter[str]:
-    """Returns how many collectives of each kind there are where few layers are left."""
-    space = problem.folded.spaces[0]
-    pairs = zip(space.axes, space.sizes, strict=True)
-    sharding = space.sharding(row)
-    axes = [make_axis(space.linkage, name, size, sharding[name]) for name, size in pairs]
-    stage = np.zeros(space.graph.num_units, np.int32)
-    local = local_graph(space.graph, space.linkage, [tuple(axes)], stage)
-    return Counter(what.kind for what in local.communication.values())
-
-
-def explain_groups(found: Grouped) -> list[str]:
-    """Returns sentences: what is split, what that saves and costs, what binds, what is proven."""
-    groups = split_groups(found.problem, found.row)
-    lines = [_sentence(group) for group in groups[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        rest = sum(group.saves for group in groups[_SHOWN:])
-        lines.append(f"{len(groups) - _SHOWN} more groups: {format_seconds(max(0.0, rest))}.")
-    lines += [_binds(found), _proof(found)]
-    return lines
-
-
-def _sentence(group: SplitGroup) -> str:
-    times = f" ({group.members} alike)" if group.members > 1 else ""
-    kinds = ", ".join(f"{count:+d} {kind.replace('_', '-')}" for kind, count in group.kinds.items())
-    change = "saves" if group.saves >= 0 else "costs"
-    return (
-        f"{group.name}{times} is split along {group.axis}: {change} "
-        f"{format_seconds(abs(group.saves))} of the step and {format_bytes(max(0.0, group.kept))} "
-        f"a device; computes {format_seconds(abs(group.computing))} "
-        f"{'less' if group.computing >= 0 else 'more'}, collectives take "
-        f"{format_seconds(abs(group.collectives))} {'more' if group.collectives >= 0 else 'less'}"
-        f" ({kinds or 'none added'})."
-    )
-
-
-def _binds(found: Grouped) -> str:
-    """Says what the step consists of."""
-    additive = found.problem.additive
-    parts = [float(additive.cost([t[q] for t in additive.tables], found.row[None])[0])
-             for q in (COMPUTE, COLLECTIVE)]  # fmt: skip
-    share = parts[0] / found.step_time if found.step_time else 0.0
-    what = "computing" if share > 0.5 else "communication"
-    hidden = max(0.0, sum(parts) - found.step_time)
-    return (
-        f"{what.capitalize()} binds: {format_seconds(parts[0])} of computing and "
-        f"{format_seconds(parts[1])} of collectives in a step of "
-        f"{format_seconds(found.step_time)}, so {format_seconds(hidden)} overlap."
-    )
-
-
-def _proof(found: Grouped) -> str:
-    """Says how far from the best of its mesh a plan may be."""
-    problem, parts = found.problem, []
-    if found.is_exact:
-        parts.append(f"all {problem.space_size:,.0f} plans that pruning left were simulated")
-    over = found.additive / found.optimum - 1.0 if found.optimum else 0.0
-    parts.append(f"{over:.1%} above the proven optimum of the additive objective")
-    bound = mesh_bound(problem.additive)
-    gap = found.step_time / bound - 1.0 if bound else math.inf
-    parts.append(f"{gap:.1%} above what no plan of the mesh beats ({format_seconds(bound)})")
-    return f"Mesh {_mesh(found)}: {'; '.join(parts)}."
-
-
-def _mesh(found: Grouped) -> str:
-    mesh = found.problem.folded.spaces[0].mesh
+    additive, mesh = problem.additive, problem.folded.spaces[0].mesh
+    choices = choices_of(problem, row)
+    time = float(simulate_folded(problem.folded, row[None]).step_time[0])
+    rows = np.asarray(row)[None]
+    value = float(additive.cost(additive.objective(), rows)[0])
+    sums = [float(additive.cost([t[q] for t in additive.tables], rows)[0])
+            for q in (COMPUTE, COLLECTIVE, GRADIENT)]  # fmt: skip
     pairs = zip(mesh.names, mesh.sizes, strict=True)
-    return " x ".join(f"{name} {size}" for name, size in pairs if size > 1)
+    return Explained(
+        mesh={name: size for name, size in pairs if size > 1},
+        split=tuple(c for c in choices if c.is_split),
+        whole=tuple(c for c in choices if not c.is_split),
+        fixed=sum(len(values) == 1 for values in additive.values),
+        step_time=time,
+        computing=sums[0],
+        communication=sums[1] + sums[2] * additive.rate,
+        additive_gap=max(0.0, value / optimum - 1.0) if optimum else 0.0,
+        bound=mesh_bound(additive),
+    )
+
+
+def choices_of(problem: OperatorPartition, row: NDArray[np.int8]) -> list[Choice]:
+    """Returns what a plan does with each group that it could split, what saves most first."""
+    others: list[tuple[int, int]] = []  # decision, what it is instead
+    for decision, values in enumerate(problem.additive.values):
+        instead = [WHOLE] if row[decision] != WHOLE else values[values != WHOLE].tolist()
+        others += [(decision, value) for value in instead]
+    rows = np.repeat(np.asarray(row)[None], 1 + len(others), axis=0)
+    for place, (decision, value) in enumerate(others, start=1):
+        rows[place, decision] = value
+    times = simulate_folded(problem.folded, rows).step_time
+    best: dict[int, int] = {}
+    for place, (decision, _) in enumerate(others, start=1):
+        if np.isfinite(times[place]):
+            best[decision] = min(best.get(decision, place), place, key=lambda k: float(times[k]))
+    places = [0, *best.values()]
+    deltas = _deltas(problem, rows[places])
+    found = [
+        _choice(problem, row, rows[place], (float(times[place] - times[0]), delta))
+        for place, delta in zip(best.values(), deltas, strict=True)
+    ]
+    return sorted(found, key=lambda choice: (-choice.saves, choice.name))
+
+
+def decision_name(problem: OperatorPartition, decision: int) -> str:
+    """Returns what a decision is called: samples, or a tensor and its factor."""
+    space = problem.folded.spaces[0]
+    if any(space.linkage.groups[group].name == BATCH for group in space.decisions[decision]):
+        return "samples"
+    tensor, factor = problem.folded.names[decision]
+    return f"{tensor}:{factor}"
+
+
+class _Delta(NamedTuple):
+    """What another plan has more than the first."""
+
+    computing: float
+    kept: float
+    paid: dict[str, Paid]
+
+
+def _choice(
+    problem: OperatorPartition,
+    row: NDArray[np.int8],
+    other: NDArray[np.int8],
+    change: tuple[float, _Delta],
+) -> Choice:
+    """Returns a decision, told as what its split saves and costs."""
+    space, delta = problem.folded.spaces[0], change[1]
+    decision = int(np.flatnonzero(row != other)[0])
+    is_split = bool(row[decision] != WHOLE)
+    sign = 1 if is_split else -1  # what the plan without the split has more, it saves
+    return Choice(
+        name=decision_name(problem, decision),
+        members=len(space.decisions[decision]),
+        axis=space.axes[int(max(row[decision], other[decision]))],
+        is_split=is_split,
+        saves=sign * change[0],
+        computing=sign * delta.computing,
+        kept=sign * delta.kept,
+        paid={
+            kind: Paid(-sign * p.number, -sign * p.num_bytes, -sign * p.seconds)
+            for kind, p in delta.paid.items()
+        },
+    )
+
+
+def _deltas(problem: OperatorPartition, rows: NDArray[np.int8]) -> list[_Delta]:
+    """Returns what each plan has more than the first, from [plan, decision]."""
+    additive = problem.additive
+    compute, kept, gradient = (
+        additive.cost([t[quantity] for t in additive.tables], rows)
+        for quantity in (COMPUTE, KEPT, GRADIENT)
+    )
+    sums = _collectives(problem, rows)
+    found = []
+    for place in range(1, len(rows)):
+        more = sums[place] - sums[0]
+        paid = {
+            change.name.lower(): Paid(round(more[change, 0]), more[change, 1], more[change, 2])
+            for change in Change
+            if more[change].any()
+        }
+        summed = float(gradient[place] - gradient[0])
+        if summed:
+            paid[_SUMS] = Paid(0, summed, summed * additive.rate)
+        found.append(_Delta(float(compute[place] - compute[0]), float(kept[place] - kept[0]), paid))
+    return found
+
+
+def _collectives(problem: OperatorPartition, rows: NDArray[np.int8]) -> NDArray[np.float64]:
+    """Returns how many collectives plans have, their bytes and s, [plan, `Change`, quantity]."""
+    found = []
+    for space in problem.folded.spaces:
+        scratch = make_shard_scratch(space.tables)
+        sums = np.zeros((len(rows), len(space.axes), len(Change), 3))
+        run_collectives(space.tables, np.ascontiguousarray(rows, np.int8), scratch, sums)
+        found.append(sums.sum(axis=1))
+    return extended(found[0], found[1:], problem.folded.layers)
+
+
+def _sentence(group: Choice) -> str:
+    times = f" ({group.members} alike)" if group.members > 1 else ""
+    more = "less" if group.computing >= 0 else "more"
+    effects = [f"{format_seconds(abs(group.computing))} {more} computing"]
+    if abs(group.kept) >= 1:
+        sign = "less" if group.kept >= 0 else "more"
+        effects.append(f"{format_bytes(abs(group.kept))} {sign} kept on a device")
+    effects += [_payment(kind, each) for kind, each in group.paid.items()]
+    if group.is_split:
+        verb = "saves" if group.saves >= 0 else "costs"
+        says = f"is split along {group.axis}: {verb} {format_seconds(abs(group.saves))} of the step"
+    else:
+        verb = "cost" if group.saves <= 0 else "save"
+        says = (
+            f"stays whole: a split along {group.axis} would {verb} "
+            f"{format_seconds(abs(group.saves))}"
+        )
+    return f"{group.name}{times} {says} ({', '.join(effects)})."
+
+
+def _payment(kind: str, paid: Paid) -> str:
+    sign = "more" if paid.seconds >= 0 else "less"
+    size = f"{format_bytes(abs(paid.num_bytes))}, {format_seconds(abs(paid.seconds))} {sign}"
+    if kind == _SUMS:
+        return f"gradients summed over copies {size}"
+    return f"{paid.number:+d} {kind.replace('_', '-')} of {size}"
+
+
+def _row(group: Choice) -> Mapping[str, Any]:
+    return {
+        "group": group.name,
+        "members": group.members,
+        "axis": group.axis,
+        "saves_s": group.saves,
+        "computing_saved_s": group.computing,
+        "kept_saved_bytes": group.kept,
+        "collectives_added": {
+            kind: {"count": each.number, "bytes": each.num_bytes, "seconds": each.seconds}
+            for kind, each in group.paid.items()
+        },
+    }

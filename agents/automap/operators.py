@@ -173,7 +173,9 @@ class OperatorPartition:
         """What is known about each slot's groups, [slot, feature], 0 to 1; see `FEATURES`."""
         space, rows = self.folded.spaces[0], []
         groups, batch = space.linkage.groups, space.graph.batch or 1
-        total = float(sum(t.reshape(5, -1)[:2].sum(axis=0).max() for t in self.additive.tables))
+        total = float(
+            sum(t.reshape(len(t), -1)[:2].sum(axis=0).max() for t in self.additive.tables)
+        )
         for decision in self.order:
             first = groups[space.decisions[decision][0]]
             mine = [

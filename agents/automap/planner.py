@@ -5,7 +5,8 @@ every plan is tried, where they are few) on the compiled simulator. The best pla
 handed out, to be simulated in full by whoever asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ from agents.automap.operators import OperatorPartition
 from agents.automap.search import Found, anneal, exhaustive
 from agents.planners.recorder import Budget
 from agents.planners.space import PlacementSpace
+from simcore.cluster import Cluster
 from simcore.errors import PlacewrightError
 from simcore.plan import Plan
+from simcore.profile_store import load_profile
 from simcore.shard_batch import simulate_folded
 
 AXES = ("x", "y")
@@ -68,25 +71,55 @@ def meshes(count: int) -> list[dict[str, int]]:
     return one + two
 
 
+def device_sets(cluster: Cluster, allowed: Sequence[str] | None = None) -> list[list[str]]:
+    """Returns the GPUs that meshes may be laid over: all, and those of the server that has most.
+
+    Args:
+        cluster: the cluster.
+        allowed: names of devices that may be used, None = all GPUs.
+    """
+    names = [
+        device.name
+        for device in cluster.devices
+        if not load_profile(device.kind).is_cpu and (allowed is None or device.name in allowed)
+    ]
+    node = {device.name: device.node for device in cluster.devices}
+    servers = Counter(node[name] for name in names)
+    if len(servers) < 2:
+        return [names]
+    most = max(servers, key=lambda each: servers[each])  # of equal ones the first
+    return [names, [name for name in names if node[name] == most]]
+
+
 def grouped_plans(
-    space: PlacementSpace, devices: Sequence[int], budget: Budget, *, reserve_memory: int = 0
+    space: PlacementSpace,
+    sets: Sequence[Sequence[str]],
+    budget: Budget,
+    *,
+    reserve_memory: int = 0,
 ) -> list[Grouped]:
     """Returns the best plan of each mesh, best first; what was found when the budget was spent.
 
     Args:
         space: gives the graph, the cluster and the job.
-        devices: indices of GPUs of one kind.
+        sets: names of GPUs of one kind, [set][GPU]; each is searched.
         budget: what pays; an evaluation is one plan on the compiled simulator.
         reserve_memory: bytes to leave free on every GPU.
     """
     found = []
-    for mesh in meshes(len(devices)):
+    for names, mesh in _rounds(sets):
         if not budget.left():
             break
-        best = _best_of(space, devices, mesh, budget, reserve_memory)
+        best = _best_of(space, names, mesh, budget, reserve_memory)
         if best is not None:
             found.append(best)
     return sorted(found, key=lambda each: each.rank)
+
+
+def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
+    """Yields meshes of all sets: those of one axis that splits first, most shards first."""
+    pairs = [(names, mesh) for names in sets for mesh in meshes(len(names))]
+    yield from sorted(pairs, key=lambda pair: (len(pair[1]), pair[1]["dp"]))
 
 
 def optimum(problem: OperatorPartition, *, kept: float = np.inf) -> tuple[NDArray[np.int8], float]:
@@ -127,14 +160,13 @@ def search(
 
 def _best_of(
     space: PlacementSpace,
-    devices: Sequence[int],
+    names: Sequence[str],
     mesh: dict[str, int],
     budget: Budget,
     reserve_memory: int,
 ) -> Grouped | None:
     """Returns the best plan of a mesh, None where it has none that splits along every axis."""
     task = space.problem
-    names = [task.cluster.devices[device].name for device in devices]
     try:
         problem = OperatorPartition.build(
             task.graph, task.cluster, task.job, names, mesh, reserve_memory=reserve_memory

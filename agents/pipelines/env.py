@@ -24,7 +24,7 @@ from simcore.kernel import Status
 
 DAG_SCHEDULES = ("1f1b", "gpipe", "zb-h1")  # that run a DAG of stages, one stage per rank
 MOST_MICROBATCHES = 64
-MOST_STAGES = 16
+MOST_STAGES = 64
 
 
 class Rhythm(NamedTuple):

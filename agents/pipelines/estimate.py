@@ -11,6 +11,7 @@ from agents.pipelines.plans import DagPlan
 
 _PASSES = 2  # of a ring all-reduce: every byte leaves and comes about twice
 _AHEAD = {"zb-h1": 0.5}  # of the fill that is left
+_NEVER = 1e12  # s
 _OVER = 4.0  # how much longer a stage counts that looks too large for its devices
 _RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward
 
@@ -24,7 +25,7 @@ class Estimator:
         self.batch = nodes.space.problem.job.batch or 1
         self.kind = [nodes.chain.kinds.index(device.kind) for device in self.cluster.devices]
         self.room = nodes.room()
-        self.costs = lru_cache(maxsize=None)(nodes.costs)
+        self.costs = lru_cache(maxsize=None)(lambda samples: _finite(nodes.costs(samples)))
         self.ahead = _work_ahead(nodes)  # of each node, before each of its units
 
     def __call__(self, plan: DagPlan) -> float:
@@ -102,6 +103,13 @@ class Estimator:
         for source, target in sorted(self._edges(plan), reverse=True):
             depth[source] = max(depth[source], depth[target] + 1)
         return depth
+
+
+def _finite(costs: NodeCosts) -> NodeCosts:
+    """Returns costs with very many seconds where a kind cannot run a node, not inf."""
+    names = ("seconds", "launch", "forward", "update")
+    large = {name: np.nan_to_num(getattr(costs, name), posinf=_NEVER) for name in names}
+    return costs._replace(**large)
 
 
 def _work_ahead(nodes: NodeGraph) -> list[NDArray[np.float64]]:

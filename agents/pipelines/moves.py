@@ -13,6 +13,8 @@ from simcore.recompute import Recompute
 from simcore.schedule import Edges
 
 BLOCKS = (1, 2, 4, 8, 16)  # nodes that change their stage together
+FEW = 12  # stages; of more, only near ones swap devices or become one
+NEAR = 2
 
 
 def neighbours(task: PipelineTask, plan: DagPlan, score: Score | None = None) -> list[DagPlan]:
@@ -151,7 +153,7 @@ def _devices(task: PipelineTask, plan: DagPlan) -> list[DagPlan]:
     """Returns the plan with devices of two stages swapped, or a device with another work."""
     found = []
     idle = sorted(set(task.simulator.nodes.space.devices) - {d for g in plan.devices for d in g})
-    for one, other in combinations(range(plan.num_stages), 2):
+    for one, other in _pairs(plan):
         found += [_changed(plan, {one: plan.devices[other], other: plan.devices[one]})]
         for a, b in ((one, other), (other, one)):
             if len(plan.devices[a]) > 1:
@@ -165,6 +167,12 @@ def _devices(task: PipelineTask, plan: DagPlan) -> list[DagPlan]:
             found.append(_changed(plan, {stage: devices[:-1]}))
             found.append(_changed(plan, {stage: devices[: len(devices) // 2]}))
     return found
+
+
+def _pairs(plan: DagPlan) -> list[tuple[int, int]]:
+    """Returns pairs of stages: all where there are few, else those of near numbers."""
+    near = NEAR if plan.num_stages > FEW else plan.num_stages
+    return [(a, b) for a, b in combinations(range(plan.num_stages), 2) if b - a <= near]
 
 
 def _changed(plan: DagPlan, devices: dict[int, tuple[int, ...]]) -> DagPlan:
@@ -188,7 +196,7 @@ def _merged(task: PipelineTask, plan: DagPlan) -> list[DagPlan]:
     if plan.num_stages - 1 not in task.counts:
         return []
     found = []
-    for one, other in combinations(range(plan.num_stages), 2):
+    for one, other in _pairs(plan):
         stage = [one if s == other else s for s in plan.stage]
         for devices in {(*plan.devices[one], *plan.devices[other]), plan.devices[one]}:
             kept = {s: d for s, d in enumerate(plan.devices) if s != other} | {one: devices}

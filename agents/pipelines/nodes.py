@@ -24,6 +24,7 @@ from simcore.stages import StageTables, check_stages, stage_edges, stage_tables
 
 MAX_NODES = 40  # a decision each
 _OFF_LINE = 4.0  # how much heavier a pair counts that is no part of a line
+_UNLIKE = 16.0  # likewise, where the two may not be on the same devices
 
 
 class NodeCosts(NamedTuple):
@@ -73,7 +74,10 @@ class NodeGraph:
         graph = space.problem.graph
         segment = stages_at(chain.cuts, chain.rank)
         weight = np.bincount(segment, _finite(space.work.min(axis=1))).astype(np.float64)
-        group = _joined(len(weight), stage_edges(graph, segment), weight, most)
+        may = np.ones((len(weight), space.num_devices), np.bool_)
+        np.logical_and.at(may, segment, space.allowed)
+        may = may[:, list(space.devices)]
+        group = _joined(may, stage_edges(graph, segment), weight, most)
         node = group[segment].astype(np.int32)
         check_stages(graph, node)
         allowed = np.ones((int(node.max()) + 1, space.num_devices), np.bool_)
@@ -168,8 +172,15 @@ def _finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _joined(size: int, edges: Edges, weight: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """Returns the node of each segment, [segment], numbered so that edges go forward."""
+def _joined(
+    may: NDArray[np.bool_], edges: Edges, weight: NDArray[np.float64], most: int
+) -> NDArray[np.int64]:
+    """Returns the node of each segment, [segment], numbered so that edges go forward.
+
+    Segments that may be on no common device, [segment, dev], stay apart.
+    """
+    size = len(may)
+    where = {k: int("".join("01"[flag] for flag in row), 2) for k, row in enumerate(may.tolist())}
     after: dict[int, set[int]] = {k: set() for k in range(size)}
     before: dict[int, set[int]] = {k: set() for k in range(size)}
     for source, target in edges:
@@ -177,10 +188,11 @@ def _joined(size: int, edges: Edges, weight: NDArray[np.float64], most: int) -> 
         before[target].add(source)
     load, owner = dict(enumerate(weight.tolist())), list(range(size))
     while len(load) > most:
-        pair = _lightest(load, before, after)
+        pair = _lightest(load, before, after, where)
         if pair is None:
             break
         kept, gone = pair
+        where[kept] &= where.pop(gone)
         _join(before, after, kept, gone)
         load[kept] += load.pop(gone)
         owner = [kept if at == gone else at for at in owner]
@@ -190,15 +202,22 @@ def _joined(size: int, edges: Edges, weight: NDArray[np.float64], most: int) -> 
 
 
 def _lightest(
-    load: dict[int, float], before: dict[int, set[int]], after: dict[int, set[int]]
+    load: dict[int, float],
+    before: dict[int, set[int]],
+    after: dict[int, set[int]],
+    where: dict[int, int],
 ) -> tuple[int, int] | None:
-    """Returns the best pair to join: one has the other alone on that side, so no cycle comes."""
+    """Returns the best pair to join: one has the other alone on that side, so no cycle comes.
+
+    Both may be on one of the devices that are bits of `where`; equal sets come first.
+    """
     best: tuple[float, int, int] | None = None
     for source, weight in load.items():
         for target in after[source]:
             alone = (len(after[source]) == 1) + (len(before[target]) == 1)
-            if alone:
+            if alone and where[source] & where[target]:
                 cost = (weight + load[target]) * (1.0 if alone == 2 else _OFF_LINE)
+                cost *= 1.0 if where[source] == where[target] else _UNLIKE
                 best = min(best or (np.inf, 0, 0), (cost, source, target))
     return None if best is None else (best[1], best[2])
 

@@ -10,21 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.pipelines.nodes import NodeGraph
+from agents.planners.pipeline_run import play
 from simcore.cost import CostTable, cost_table
 from simcore.errors import PlanError
 from simcore.kernel import Status
-from simcore.lower import Problem
 from simcore.pipeline import Pipeline
 from simcore.pipeline_batch import PipelineProblem, simulate_pipelines, stack_tables
 from simcore.pipeline_build import build_pipeline, semantics_of
-from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import DEFAULT_BUCKETS, Buckets, Plan, Ref, Stage
 from simcore.recompute import Recompute
-from simcore.run import simulate_batch
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 _MAX_SCHEDULES = 64  # lowered ones that are kept
 _MAX_KNOWN = 100_000  # results that are kept
+_LEGAL = frozenset({Status.OK, Status.OUT_OF_MEMORY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,24 +200,12 @@ class Simulator:
         return self.costs[sizes]
 
     def _alone(self, pipeline: Pipeline) -> Score:
-        problem = self.nodes.space.problem
+        problem, settings = self.nodes.space.problem, self.template.settings
         try:
-            program = pipeline_program(
-                problem.graph.name, problem.cluster, pipeline, problem.job.batch
-            )
-            tasks = Problem.build(
-                program.graph,
-                problem.cluster,
-                problem.job,
-                self.template.settings,
-                cost=program.cost,
-                reserve_memory=self.reserve_memory,
-                collectives=program.collectives,
-            )
+            played = play(problem, pipeline, settings, reserve_memory=self.reserve_memory)
         except PlanError:  # a route that is missing
             return ILLEGAL
-        outcome = simulate_batch(tasks, program.placement[None])
-        return self._judged(outcome.status[0], outcome.step_time[0], outcome.reserved[0])
+        return self._judged(played.is_legal, played.step_time, played.reserved)
 
     def _together(self, key: object, pipelines: Sequence[Pipeline]) -> list[Score]:
         problem = self.nodes.space.problem
@@ -236,17 +223,15 @@ class Simulator:
             self.lowered.popitem(last=False)
         outcome = simulate_pipelines(whole, stack_tables(pipelines, whole))
         return [
-            self._judged(status, step_time, reserved)
+            self._judged(status in _LEGAL, float(step_time), reserved)
             for status, step_time, reserved in zip(
                 outcome.status, outcome.step_time, outcome.reserved, strict=True
             )
         ]
 
-    def _judged(
-        self, status: np.uint8, step_time: np.float64, reserved: NDArray[np.int64]
-    ) -> Score:
-        if status not in {Status.OK, Status.OUT_OF_MEMORY}:
+    def _judged(self, is_legal: bool, step_time: float, reserved: NDArray[np.int64]) -> Score:
+        if not is_legal:
             return ILLEGAL
         room = self.nodes.space.problem.capacity
         over = np.maximum(reserved - room, 0)
-        return Score(int(over.sum()), float(step_time), tuple(np.flatnonzero(over).tolist()))
+        return Score(int(over.sum()), step_time, tuple(np.flatnonzero(over).tolist()))

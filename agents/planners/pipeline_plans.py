@@ -149,8 +149,22 @@ class Pipelines:
         """What is to be said about the best pipeline, or why there is none."""
         notes = [] if self.search is not None and self.search.best else [self.why_none]
         if self.search is not None:
-            notes += [*self._idle(self.search), *_apart(self.search)]
+            best = float("inf") if self.search.best is None else self.search.best.step_time
+            notes += [*self._idle(self.search), *self.notes_beside(best)]
         return "; ".join(notes)
+
+    def notes_beside(self, step_time: float) -> list[str]:
+        """Names the best pipeline that changes the mathematics, if it is faster than a plan.
+
+        Args:
+            step_time: of the plan, s.
+        """
+        other = None if self.search is None else self.search.apart
+        if other is None or step_time <= other.step_time:
+            return []
+        words = {change: word for word, change in CHANGES.items()}
+        leave = " ".join(f"--allow {words[change]}" for change in other.semantics)
+        return [f"{format_seconds(other.step_time)} with {', '.join(other.semantics)} ({leave})"]
 
     @property
     def is_untried(self) -> bool:
@@ -184,16 +198,6 @@ class Pipelines:
             return [f"{says}; none on all was tried"]
         batch = search.chain.space.problem.job.batch
         return [f"{says}: a batch of {batch} does not divide among all"]
-
-
-def _apart(search: PipelineSearch) -> list[str]:
-    """Names the best pipeline that changes the mathematics, where it is the fastest."""
-    other = search.apart
-    if other is None or (search.best is not None and search.best.step_time <= other.step_time):
-        return []
-    words = {change: word for word, change in CHANGES.items()}
-    leave = " ".join(f"--allow {words[change]}" for change in other.semantics)
-    return [f"{format_seconds(other.step_time)} with {', '.join(other.semantics)} ({leave})"]
 
 
 def _why_no_layout(space: PlacementSpace, demands: Demands) -> str:

@@ -18,17 +18,14 @@ import numpy as np
 from agents.planners.pipeline_bound import estimate
 from agents.planners.pipeline_chain import Candidate, Chain
 from agents.planners.pipeline_layouts import Layout
+from agents.planners.pipeline_run import play
 from agents.planners.recorder import Budget
 from agents.planners.space import Overflow
 from simcore.cost import CostTable
 from simcore.errors import PlanError
-from simcore.kernel import Status
-from simcore.lower import Problem
 from simcore.pipeline_build import build_pipeline, semantics_of
-from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import Plan, Ref, Stage
 from simcore.recompute import Recompute
-from simcore.run import simulate_batch
 from simcore.simulation import Options, simulate_pipeline
 
 ENUMERATION = 0.7  # of the budget; the rest is for moving cuts
@@ -137,7 +134,7 @@ class PipelineSearch:
             if queue.is_new(layout) and budget.left():
                 even = self.chain.evenly(found.candidate)
                 if even is not None:
-                    self._fitted(even, budget)
+                    self.fitted(even, budget)
             queue.note(layout, found.step_time / expected * (_TOO_BIG if found.overflow else 1.0))
 
     def _cut(self, layout: Layout, budget: Budget) -> Tried | None:
@@ -145,14 +142,14 @@ class PipelineSearch:
         best: Tried | None = None
         for margin in MARGINS:
             candidate = self.chain.cut(layout, margin=margin)
-            found = None if candidate is None else self._fitted(candidate, budget)
+            found = None if candidate is None else self.fitted(candidate, budget)
             if found is not None and _beats(found, best):
                 best = found
             if best is None or not best.overflow or not budget.left():
                 break
         return best
 
-    def _fitted(self, candidate: Candidate, budget: Budget) -> Tried | None:
+    def fitted(self, candidate: Candidate, budget: Budget) -> Tried | None:
         """Simulates a candidate, and again with less memory where it does not fit."""
         found = self.simulate(candidate, budget)
         while found is not None and found.overflow and budget.left():
@@ -258,20 +255,10 @@ class PipelineSearch:
             reserved = [use.reserved for use in result.devices]
             return self._judged(candidate, plan, result.step_time, reserved)
         pipeline = build_pipeline(*task, plan, cost=cost)
-        program = pipeline_program(problem.graph.name, problem.cluster, pipeline, problem.job.batch)
-        tasks = Problem.build(
-            program.graph,
-            problem.cluster,
-            problem.job,
-            plan.settings,
-            cost=program.cost,
-            reserve_memory=self.reserve_memory,
-            collectives=program.collectives,
-        )
-        outcome = simulate_batch(tasks, program.placement[None])
-        if outcome.status[0] not in {Status.OK, Status.OUT_OF_MEMORY}:
+        played = play(problem, pipeline, plan.settings, reserve_memory=self.reserve_memory)
+        if not played.is_legal:
             return None
-        return self._judged(candidate, plan, float(outcome.step_time[0]), outcome.reserved[0])
+        return self._judged(candidate, plan, played.step_time, played.reserved.tolist())
 
     def _judged(
         self, candidate: Candidate, plan: Plan, step_time: float, reserved: Sequence[int]

@@ -1,22 +1,28 @@
-"""The well-known ways to share a model out over a mesh, each simulated: what a search must beat.
+"""Plans that share a model out, each simulated: known ways, groups one by one, and pipelines.
 
-Every divisor of the number of GPUs is tried as the size of a shard group, in the styles of
-`simcore.sharding.named` and the two-axis mix of sequence and context parallelism; the rest of the
-GPUs are copies. Plans that do not fit are tried again with a sharded optimizer (ZeRO 1 and 3), then
-also in microbatches that run their forward again. Behind the styles come plans that choose linkage
-groups one by one (`agents.automap.planner`), which may mix styles or have no name.
+- Known ways: every divisor of the number of GPUs as the size of a shard group, in the styles of
+  `simcore.sharding.named` and the two-axis mix of sequence and context parallelism; the rest of the
+  GPUs are copies.
+- Pipelines whose stages are shared out (`agents.planners.pipeline_shards`).
+- Linkage groups chosen one by one (`agents.automap.planner`); may mix styles or have no name.
+
+All are tried on all GPUs, and on those of one server where there are several. Plans that do not fit
+are tried again with a sharded optimizer (ZeRO 1 and 3), then also in microbatches that run their
+forward again.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
-from agents.automap.explain import explain_groups
-from agents.automap.planner import Grouped, grouped_plans
+from agents.automap.combined import Combined
+from agents.automap.planner import Grouped, device_sets, grouped_plans
+from agents.planners.pipeline_shards import CombinedSearch
 from agents.planners.recorder import Budget
+from agents.planners.shard_reasons import Reasons, reasons_of
 from agents.planners.space import Overflow, PlacementSpace
 from simcore.bounds import ROUNDING
 from simcore.errors import GraphError, JobError, PlanError
@@ -26,11 +32,10 @@ from simcore.shard_summary import layout_name
 from simcore.sharding.named import STYLES
 from simcore.shards import sharded_plan
 from simcore.simulation import simulate
-from simcore.units import format_seconds
 
 _MICROBATCHES = (2, 4, 8, 16, 32)
 _SHARDED = (1, 3)  # ZeRO's stages that are tried
-_STYLES = 0.5  # of the seconds; the rest is for groups
+_STYLES, _PIPELINES = 0.4, 0.5  # of the seconds, of what is left then; the rest is for groups
 
 Axes = Mapping[str, tuple[str, int]]
 
@@ -40,6 +45,8 @@ class Sharded(NamedTuple):
 
     plan: Plan
     result: Result
+    grouped: Grouped | None = None  # what it was made from, if from groups
+    search: CombinedSearch | None = None  # that found it, if a pipeline
 
     @property
     def step_time(self) -> float:
@@ -54,15 +61,14 @@ class Sharded(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Shardings:
-    """The search over known ways to shard.
+    """The search over ways to shard.
 
     Attributes:
         space: gives the graph, the job, the settings and the devices that may be used.
         reserve_memory: bytes to leave free on every GPU.
         listener: called after each simulation.
-        tried: every simulation, in order.
+        tried: every plan that was simulated in full, in order; of pipelines the best ones.
         grouped: the best plan of groups on each mesh that was searched, best first.
-        chosen: the plan of groups that a plan was made from, by number of the simulation.
         note: why nothing was tried; empty where something was.
     """
 
@@ -71,7 +77,6 @@ class Shardings:
     listener: Callable[[Budget], None] | None = None
     tried: list[Sharded] = field(default_factory=list)
     grouped: list[Grouped] = field(default_factory=list)
-    chosen: dict[int, Grouped] = field(default_factory=dict)
     note: str = ""
 
     @property
@@ -115,61 +120,78 @@ class Shardings:
         if len(self.devices) < 2:
             self.note = "needs two GPUs that can run the whole model"
             return
-        for axes in self._ways(len(self.devices)):
-            if not budget.left():
-                if not self.tried:
-                    self.note = self.note or "the budget ended before anything was tried"
-                return
-            if self.tried and budget.seconds is not None and budget.spent() > _STYLES:
-                break
-            self._try(partial(self._styled, axes), budget)
-        self._try_groups(budget)
+        self._try_styles(budget)
+        kinds = {self.space.problem.cluster.devices[device].kind for device in self.devices}
+        if len(kinds) == 1:
+            self._try_pipelines(budget.part(_PIPELINES))
+            self._try_groups(budget)
         if not self.tried and not self.note:
             self.note = "the batch or the model divides in none of the known ways"
 
-    def _ways(self, count: int) -> Iterator[Axes]:
-        """Yields what the axes beside ``dp`` are."""
-        yield {}
-        sizes = [size for size in range(2, count + 1) if count % size == 0]
-        for size in sizes:
-            for style in STYLES:
-                yield {_AXIS[style]: (style, size)}
-        for size in sizes:
-            for inner in range(2, size):
-                if size % inner == 0:
-                    yield {"cp": ("context", size // inner), "tp": ("sequence", inner)}
-
-    def explain(self) -> list[str]:
-        """Returns why the best plan splits what it splits; nothing where it is a known style."""
+    def reasons(self) -> Reasons | None:
+        """Returns why the best plan is as it is; None where there is none that fits."""
         best = self.best
-        number = next((n for n, each in enumerate(self.tried) if each is best), -1)
-        if number not in self.chosen:
-            return []
-        fitting = [each for each in self.tried if each.result.feasible and each is not best]
-        second = min(fitting, key=lambda each: each.step_time, default=None)
-        lines = explain_groups(self.chosen[number])
-        if second is not None and best is not None:
-            name = layout_name(self.space.problem.graph, second.plan)
-            more = format_seconds(second.step_time - best.step_time)
-            lines.append(f"Runner-up: {name}, {format_seconds(second.step_time)} ({more} more).")
-        return lines
+        if best is None:
+            return None
+        name = layout_name(self.space.problem.graph, best.plan)
+        others = [
+            (each.step_time, layout_name(self.space.problem.graph, each.plan))
+            for each in sorted(self.tried, key=lambda each: each.rank)
+            if each.result.feasible and each.step_time > best.step_time
+        ]
+        runner_up = next((other for other in others if other[1] != name), None)
+        pair = (best.plan, best.step_time)
+        return reasons_of(self.space.problem, pair, best.grouped, best.search, runner_up)
+
+    def _sets(self) -> Iterator[list[str]]:
+        """Yields names of GPUs: all, then those of one server."""
+        cluster = self.space.problem.cluster
+        names = [cluster.devices[device].name for device in self.devices]
+        yield from (each for each in device_sets(cluster, names) if len(each) > 1)
+
+    def _try_styles(self, budget: Budget) -> None:
+        for names in self._sets():
+            for axes in _ways(len(names)):
+                if not budget.left():
+                    if not self.tried:
+                        self.note = self.note or "the budget ended before anything was tried"
+                    return
+                if self.tried and budget.seconds is not None and budget.spent() > _STYLES:
+                    return
+                self._try(partial(self._styled, names, axes), budget)
+
+    def _try_pipelines(self, budget: Budget) -> None:
+        """Simulates the best pipeline of sharded stages on each set of GPUs."""
+        index = self.space.problem.cluster.device_index
+        sets = list(self._sets())
+        for names in reversed(sets):
+            if not budget.left():
+                return
+            devices = [index(name) for name in names]
+            problem = Combined.build(self.space, devices, reserve_memory=self.reserve_memory)
+            search = CombinedSearch(problem, self.listener)
+            try:
+                search.run(budget.part(1.0 if len(names) == len(sets[0]) else 0.5))
+            finally:  # an interrupted search has a best plan too
+                found = self._simulate(partial(getattr, search, "plan"), 0, 1)
+                if found is not None:
+                    self.tried[-1] = found._replace(search=search)
 
     def _try_groups(self, budget: Budget) -> None:
         """Simulates the best plans of groups."""
-        kinds = {self.space.problem.cluster.devices[device].kind for device in self.devices}
-        if len(kinds) > 1 or not budget.left():
+        if not budget.left():
             return
         self.grouped = grouped_plans(
-            self.space, self.devices, budget.part(0.9), reserve_memory=self.reserve_memory
+            self.space, list(self._sets()), budget.part(0.9), reserve_memory=self.reserve_memory
         )
         for each in self.grouped:
             before = len(self.tried)
             self._try(partial(_plan_of, each), budget)
-            self.chosen |= dict.fromkeys(range(before, len(self.tried)), each)
+            self.tried[before:] = [t._replace(grouped=each) for t in self.tried[before:]]
 
-    def _try(self, make: Callable[[], Plan], budget: Budget) -> None:
+    def _try(self, make: Callable[[], Plan | None], budget: Budget) -> None:
         """Simulates a way; as long as it does not fit, in less memory."""
-        for sharding, microbatches in self._fallbacks():
+        for sharding, microbatches in _fallbacks():
             if not budget.left():
                 return
             found = self._simulate(make, sharding, microbatches)
@@ -179,25 +201,21 @@ class Shardings:
             if found is None or found.result.feasible:
                 return
 
-    def _fallbacks(self) -> Iterator[tuple[int, int]]:
-        yield 0, 1
-        yield from ((sharding, 1) for sharding in _SHARDED)
-        yield from ((3, microbatches) for microbatches in _MICROBATCHES)
-
-    def _styled(self, axes: Axes) -> Plan:
+    def _styled(self, names: Sequence[str], axes: Axes) -> Plan:
         """Returns the plan of styles."""
         problem = self.space.problem
-        names = [problem.cluster.devices[device].name for device in self.devices]
         return sharded_plan(problem.graph, problem.cluster, problem.job, names, axes)
 
     def _simulate(
-        self, make: Callable[[], Plan], sharding: int, microbatches: int
+        self, make: Callable[[], Plan | None], sharding: int, microbatches: int
     ) -> Sharded | None:
         """Returns a plan and its simulation, None where it does not exist."""
         problem = self.space.problem
         task = (problem.graph, problem.cluster, problem.job)
         try:
             plan = make()
+            if plan is None:
+                return None
             settings = msgspec.structs.replace(problem.settings, host="per_rank")
             constraints = msgspec.structs.replace(
                 plan.constraints, reserve_memory_bytes=self.reserve_memory
@@ -214,6 +232,26 @@ class Shardings:
 
 
 _AXIS = {"tensor": "tp", "sequence": "tp", "context": "cp", "expert": "ep"}
+
+
+def _ways(count: int) -> Iterator[Axes]:
+    """Yields what the axes beside ``dp`` are."""
+    yield {}
+    sizes = [size for size in range(2, count + 1) if count % size == 0]
+    for size in sizes:
+        for style in STYLES:
+            yield {_AXIS[style]: (style, size)}
+    for size in sizes:
+        for inner in range(2, size):
+            if size % inner == 0:
+                yield {"cp": ("context", size // inner), "tp": ("sequence", inner)}
+
+
+def _fallbacks() -> Iterator[tuple[int, int]]:
+    """Yields ZeRO's stage and microbatches, each for less memory than before."""
+    yield 0, 1
+    yield from ((sharding, 1) for sharding in _SHARDED)
+    yield from ((3, microbatches) for microbatches in _MICROBATCHES)
 
 
 def _plan_of(grouped: Grouped) -> Plan:

@@ -12,7 +12,7 @@ planners choose from, but for several stages on a device and asynchronous update
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,17 @@ from agents.pipelines.estimate import Estimator
 from agents.pipelines.moves import neighbours, units_moved
 from agents.pipelines.nodes import NodeCosts, NodeGraph
 from agents.pipelines.plans import DagPlan, Score, Simulator
-from agents.planners.compiled_stage_dag import Program, solve, stage_seconds
+from agents.planners.compiled_stage_dag import Paces, Program, solve, stage_paces
 from agents.planners.recorder import Budget
+from agents.planners.stage_dag_orders import device_orders, node_orders
 from simcore.recompute import Recompute
 
 CAPS = (1.0, 1.02, 1.08, 1.2, 1.5)  # paces that stages may have, over the least possible
 PROPOSED = 0.4  # of a budget, for what the dynamic programs propose
+PROGRAMS = 32  # microbatches and rows of devices that dynamic programs are solved for, all lines
 NEIGHBOURS = 60  # of a plan, that are simulated at most
 BEAM = 4  # plans that are changed step by step
+_PROPOSALS, _LEAST_PROPOSALS = 4, 200  # for each simulation that a budget has, and at least
 _PASSES = 2  # of a ring all-reduce: every byte leaves and comes about twice
 
 
@@ -73,8 +76,10 @@ class StageDagSearch:
     def run(self, budget: Budget) -> None:
         """Searches until the budget is spent; called again, it goes on."""
         if self.waiting is None:
-            found = dict.fromkeys(proposals(self.task, budget))
-            self.waiting = sorted(found, key=self.estimate, reverse=True)
+            room = budget.room()
+            most = None if room is None else max(_LEAST_PROPOSALS, _PROPOSALS * room)
+            found = list(dict.fromkeys(islice(proposals(self.task, budget), most)))
+            self.waiting = self._ranked(found, budget)[::-1] or found[:1]
         part = budget.part(PROPOSED)
         while self.waiting and (part.left() or not self.seen):
             self._try(self.waiting.pop(), budget)
@@ -115,7 +120,7 @@ class StageDagSearch:
             others = neighbours(self.task, plan, score)
             if not score.overflow:
                 others += units_moved(self.task, plan)
-                others = sorted(others, key=self.estimate)[:NEIGHBOURS]
+                others = self._ranked(others, budget)[:NEIGHBOURS]
             for other in others:
                 if not budget.left():
                     return
@@ -123,18 +128,52 @@ class StageDagSearch:
                 if found is not None and found.rank < score.rank:
                     break  # go on from there
 
+    def _ranked(self, plans: Sequence[DagPlan], budget: Budget) -> list[DagPlan]:
+        """Returns plans, the most promising first; those that there is time to estimate."""
+        found = []
+        for number, plan in enumerate(plans):
+            if not budget.left():
+                break
+            found.append((self.estimate(plan), number))
+        return [plans[number] for _, number in sorted(found)]
+
 
 def proposals(task: PipelineTask, budget: Budget) -> Iterator[DagPlan]:
-    """Yields what the dynamic programs find, until half of a budget of seconds is spent."""
-    part, nodes = budget.part(PROPOSED), task.simulator.nodes
-    lines, rows = node_orders(nodes), device_orders(nodes)
+    """Yields what the dynamic programs find, until a part of a budget of seconds is spent.
+
+    Microbatches and rows of devices whose slowest stage along the program's own line promises most
+    come first, then every line for them.
+    """
+    part = budget.part(PROPOSED)
+    lines = node_orders(task.simulator.nodes)
+    for microbatches, row in islice(_promising(task, lines[0], part), PROGRAMS):
+        for line in lines:
+            if not part.left():
+                return
+            program = make_program(task, microbatches, line, row)
+            if program is not None:
+                yield from _solved(task, program, microbatches, line, row)
+
+
+def _promising(
+    task: PipelineTask, line: Sequence[int], budget: Budget
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yields numbers of microbatches with rows of devices, the most promising first."""
+    found = []
     rounds = sorted({rhythm.microbatches for rhythm in task.rhythms}, reverse=True)
-    for microbatches, line, row in product(rounds, lines, rows):
-        if not part.left():
-            return
+    rows = device_orders(task.simulator.nodes)
+    for number, (microbatches, row) in enumerate(product(rounds, rows)):
+        if number and not budget.left():
+            break
         program = make_program(task, microbatches, line, row)
         if program is not None:
-            yield from _solved(task, program, microbatches, line, row)
+            paces = stage_paces(program, microbatches)
+            rule = microbatches, task.counts[-1], False
+            slowest = solve(program, paces, rule, np.inf)[0][:, 0, 0]
+            depth = np.arange(len(slowest))
+            found.append((float(((microbatches + depth) * slowest).min()), number))
+    every = list(product(rounds, rows))
+    yield from (every[number] for seconds, number in sorted(found) if seconds < np.inf)
 
 
 def _solved(
@@ -144,26 +183,33 @@ def _solved(
     line: Sequence[int],
     row: Sequence[int],
 ) -> Iterator[DagPlan]:
-    most = task.counts[-1]
     names = {r.schedule for r in task.rhythms if r.microbatches == microbatches}
+    paces = stage_paces(program, microbatches)
     for holds_all in (False, True) if "gpipe" in names else (False,):
         asked = {"gpipe"} if holds_all else names - {"gpipe"}
         if not asked:
             continue
-        paces = solve(program, microbatches, most, holds_all, np.inf)[0][:, 0, 0]
-        if not np.isfinite(paces).any():
+        rule = microbatches, task.counts[-1], holds_all
+        least = solve(program, paces, rule, np.inf)[0][list(_after(task)), 0, 0].min()
+        if not least < np.inf:
             continue
         for cap in CAPS:
-            limit = float(paces.min()) * cap * (1 + 1e-9)
-            value, ways, ends = solve(program, microbatches, most, holds_all, limit)
-            for count in task.counts:
-                if value[count - 1, 0, 0] < np.inf:
-                    stages = _traced(program, ways, ends, count)
+            value, ways, ends = solve(program, paces, rule, float(least) * cap * (1 + 1e-9))
+            for after in _after(task):
+                if value[after, 0, 0] < np.inf:
+                    stages = traced(program, ways, ends, after + 1)
+                    again = recomputed(paces, stages, rule)
                     for name in sorted(asked):
-                        yield _plan(program, stages, Rhythm(microbatches, name, 0), line, row)
+                        rhythm = Rhythm(microbatches, name, 0)
+                        yield dag_plan(program, stages, again, rhythm, (line, row))
 
 
-def _traced(
+def _after(task: PipelineTask) -> range:
+    """Returns the numbers of stages behind the first."""
+    return range(task.counts[0] - 1, task.counts[-1])
+
+
+def traced(
     program: Program, ways: NDArray[np.int64], ends: NDArray[np.int64], count: int
 ) -> list[tuple[int, int, int, int]]:
     """Returns the stages of a solution: way, first place, last place, first seat."""
@@ -176,89 +222,49 @@ def _traced(
     return stages
 
 
-def _plan(
+def recomputed(
+    paces: Paces, stages: Sequence[tuple[int, int, int, int]], rule: tuple[int, int, bool]
+) -> tuple[Recompute, ...]:
+    """Returns what the backward of each stage runs again."""
+    rounds, _, holds_all = rule
+    found: list[Recompute] = []
+    for number, stage in enumerate(stages):
+        in_flight = rounds if holds_all else min(rounds, len(stages) - number)
+        found.append("full" if paces.most[stage] < in_flight else "none")
+    return tuple(found)
+
+
+def dag_plan(
     program: Program,
     stages: Sequence[tuple[int, int, int, int]],
+    again: tuple[Recompute, ...],
     rhythm: Rhythm,
-    line: Sequence[int],
-    row: Sequence[int],
+    orders: tuple[Sequence[int], Sequence[int]],
 ) -> DagPlan:
-    stage, again = [0] * len(line), list[Recompute]()
+    """Returns stages of a line of nodes on a row of devices as a plan.
+
+    Args:
+        program: what the stages are of.
+        stages: as `traced` gives them.
+        again: what the backward of each stage runs again, [stage].
+        rhythm: microbatches and schedule.
+        orders: the line and the row.
+    """
+    line, row = orders
+    stage = [0] * len(line)
     devices = []
-    rounds = rhythm.microbatches
     for number, (way, begin, end, seat) in enumerate(stages):
         for place in range(begin, end):
             stage[line[place]] = number
         devices.append(tuple(row[seat : seat + int(program.copies[way])]))
-        in_flight = rounds if rhythm.schedule == "gpipe" else min(rounds, len(stages) - number)
-        recomputes = stage_seconds(program, (way, begin, end, seat), rounds, in_flight)[1]
-        again.append("full" if recomputes else "none")
     return DagPlan(
         stage=tuple(stage),
         devices=tuple(devices),
-        recompute=tuple(again),
-        microbatches=rounds,
+        recompute=again,
+        microbatches=rhythm.microbatches,
         schedule=rhythm.schedule,
         sharding=rhythm.sharding,
     )
-
-
-# orders
-
-
-def node_orders(nodes: NodeGraph) -> list[tuple[int, ...]]:
-    """Returns lines of all nodes in which edges go forward.
-
-    In the order of the program, branch after branch from either side, level by level, and as late
-    as possible.
-    """
-    size = nodes.num_nodes
-    weight = nodes.costs(nodes.space.problem.job.batch or 1).seconds.min(axis=1)
-    early, late = np.zeros(size), np.zeros(size)
-    for source, target in sorted(nodes.edges):
-        early[target] = max(early[target], early[source] + weight[source])
-    for source, target in sorted(nodes.edges, reverse=True):
-        late[source] = max(late[source], late[target] + weight[target])
-    orders = [tuple(range(size))]
-    orders += [_depth_first(nodes, late, sign) for sign in (1.0, -1.0)]
-    orders += [tuple(np.argsort(key, kind="stable").tolist()) for key in (early, -late - weight)]
-    return [order for order in dict.fromkeys(orders) if _goes_forward(nodes, order)]
-
-
-def _depth_first(nodes: NodeGraph, late: NDArray[np.float64], sign: float) -> tuple[int, ...]:
-    """Returns a line that finishes a branch before it begins the next."""
-    waiting = np.zeros(nodes.num_nodes, np.int64)
-    after: list[list[int]] = [[] for _ in waiting]
-    for source, target in nodes.edges:
-        waiting[target] += 1
-        after[source].append(target)
-    stack = sorted(np.flatnonzero(waiting == 0).tolist(), key=lambda node: sign * late[node])
-    line = []
-    while stack:
-        node = stack.pop()
-        line.append(node)
-        for target in sorted(after[node], key=lambda node: sign * late[node]):
-            waiting[target] -= 1
-            if not waiting[target]:
-                stack.append(target)
-    return tuple(line)
-
-
-def _goes_forward(nodes: NodeGraph, order: Sequence[int]) -> bool:
-    place = {node: k for k, node in enumerate(order)}
-    return all(place[source] < place[target] for source, target in nodes.edges)
-
-
-def device_orders(nodes: NodeGraph) -> list[tuple[int, ...]]:
-    """Returns orders of the usable devices: by index, fastest first, and fastest last."""
-    space = nodes.space
-    work = np.where(np.isfinite(space.work), space.work, 0.0).sum(axis=0)
-    devices = sorted(space.devices)
-    fast = sorted(devices, key=lambda device: (work[device], device))
-    orders = [tuple(devices), tuple(fast)]
-    if len({float(work[device]) for device in devices}) > 1:
-        orders.append(tuple(sorted(devices, key=lambda device: (-work[device], device))))
-    return list(dict.fromkeys(orders))
 
 
 # what stages take
@@ -277,6 +283,7 @@ def make_program(
         return None
     parts = [_intervals(nodes, nodes.costs(samples // c), line, c, microbatches) for c in ways]
     cluster, room = problem.cluster, nodes.room()
+    never = np.full_like(parts[0]["again"], np.inf)
     before = [row[0], *row[:-1]]
     pairs = list(zip(before, row, strict=True))
     bandwidth = [float(cluster.route_bandwidth[pair]) for pair in pairs]
@@ -288,7 +295,7 @@ def make_program(
     return Program(
         copies=np.array(ways, np.int64),
         seconds=np.stack([part["seconds"] for part in parts]),
-        again=np.stack([part["again"] for part in parts]),
+        again=np.stack([part["again"] if task.recompute else never for part in parts]),
         once=np.stack(once),
         held=np.stack([part["held"] for part in parts]),
         saved=np.stack([part["saved"] for part in parts]),
@@ -297,6 +304,7 @@ def make_program(
         room=room[list(row)],
         pace=np.maximum(np.array(bandwidth), 1.0),
         latency=np.array([float(cluster.route_latency[pair]) for pair in pairs]),
+        barred=np.pad(np.cumsum(~nodes.allowed[np.ix_(line, row)], axis=0), ((1, 0), (0, 0))),
     )
 
 
@@ -326,10 +334,13 @@ def _intervals(
 
 
 def _between(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns sums from one place to another, [place, place, ...]."""
-    ahead = np.concatenate([np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)])
+    """Returns sums from one place to another, [place, place, ...]; inf over what is inf."""
+    ends = np.isinf(values)
+    first = np.zeros((1, *values.shape[1:]))
+    ahead = np.concatenate([first, np.cumsum(np.where(ends, 0.0, values), axis=0)])
+    barred = np.concatenate([first, np.cumsum(ends, axis=0)])
     sums: NDArray[np.float64] = ahead[None] - ahead[:, None]
-    return sums
+    return np.where(barred[None] > barred[:, None], np.inf, sums)
 
 
 def _largest(values: NDArray[np.float64]) -> NDArray[np.float64]:

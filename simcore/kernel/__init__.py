@@ -46,7 +46,7 @@ with keyed_cache():
         make_records,
         make_scratch,
     )
-    from simcore.kernel.shard_play import run_shards
+    from simcore.kernel.shard_play import collective_time, run_shards
     from simcore.kernel.shard_records import (
         SHARD_LOOP,
         SHARD_OP,
@@ -60,6 +60,8 @@ with keyed_cache():
         ShardTables,
         make_shard_scratch,
     )
+    from simcore.kernel.shard_states import find_states
+    from simcore.kernel.shards import lower_shards
 
 __all__ = [
     "CASE",
@@ -105,7 +107,10 @@ __all__ = [
     "Status",
     "Tables",
     "Template",
+    "collective_time",
+    "find_states",
     "flow_pipelines",
+    "lower_shards",
     "make_lanes",
     "make_outcome",
     "make_records",

@@ -76,7 +76,7 @@ def _place_collectives(s: ShardScratch) -> int:
 
 
 @compiled
-def _timing(t: ShardTables, axis: int, change: int, num_bytes: int) -> tuple[float, float]:
+def collective_time(t: ShardTables, axis: int, change: int, num_bytes: int) -> tuple[float, float]:
     """Returns latency and duration of a collective."""
     if num_bytes <= 0:
         return 0.0, 0.0
@@ -110,7 +110,7 @@ def _run_collectives(
         start = 0.0
         for index in range(row.first_input, s.locals[local + 1].first_input):
             start = max(start, s.handles[s.inputs[index]].ready)
-        latency, duration = _timing(t, row.axis, row.change, row.num_bytes)
+        latency, duration = collective_time(t, row.axis, row.change, row.num_bytes)
         start += latency
         if t.in_order == 1:
             start = max(start, stream)
@@ -126,7 +126,7 @@ def _run_bucket(t: ShardTables, s: ShardScratch, bucket: int, stream: float) -> 
     """Sums one bucket over the copies; returns its end."""
     row = s.buckets[bucket]
     start = row.arrival if bucket == 0 else max(row.arrival, s.buckets[bucket - 1].arrival)
-    latency, duration = _timing(t, COPIES, _ALL_REDUCE, row.num_bytes)
+    latency, duration = collective_time(t, COPIES, _ALL_REDUCE, row.num_bytes)
     start += latency
     if t.in_order == 1:
         start = max(start, stream)
