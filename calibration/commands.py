@@ -366,10 +366,26 @@ def _show_cells(found: Validation) -> None:
             continue
         rows.append([
             name, str(result["cells"]),
-            f"{result['mean']:.1%} ({other['mean']:.1%})",
-            f"{result['rank_correlation']:.3f} ({other['rank_correlation']:.3f})",
-            f"{result['regret']:.1%} ({other['regret']:.1%})",
-            f"{result['worst_regret']:.1%} ({other['worst_regret']:.1%})",
+            *(
+                f"{_share(result[key])} ({_share(other[key])})"
+                for key in ("mean", "rank_correlation", "regret", "worst_regret")
+            ),
         ])  # fmt: skip
     columns = ["runs (closed form)", "cells", "mean", "rank correlation", "regret", "worst"]
     show_table(columns, rows, right={1, 2, 3, 4, 5})
+    _show_intervals(found)
+
+
+def _show_intervals(found: Validation) -> None:
+    """Shows how often runs are inside the deciles of others, and how times scale with GPUs."""
+    rows = []
+    for name, score in sorted(found.runs.items()):
+        result = score.result()
+        scaling = result.get("scaling", {}).get("mean")
+        if result["interval_coverage"] is not None or scaling is not None:
+            rows.append([name, _share(result["interval_coverage"]), _share(scaling)])
+    show_table(["runs", "inside p10-p90 of others", "scaling, mean error"], rows, right={1, 2})
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

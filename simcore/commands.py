@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from simcore.cluster import Cluster
     from simcore.graph import OpGraph
-    from simcore.plan import Plan
+    from simcore.plan import Plan, Settings
+    from simcore.what_if import Run
 
 Row = dict[str, Any]
 
@@ -285,6 +286,20 @@ def add_simulate(subparsers: Subparsers) -> None:
         action="store_true",
         help="simulate also with one thing at a time twice as fast: links, devices, modules, hosts",
     )
+    parser.add_argument(
+        "--samples",
+        type=whole_number,
+        metavar="N",
+        help="simulate also N draws of what costs may really be, and say the deciles of the step",
+    )
+    parser.add_argument(
+        "--faster",
+        action="append",
+        default=[],
+        metavar="NAME[=TIMES]",
+        help="simulate also with this twice, or so many times, as fast: a link (gpu0-gpu1), a kind "
+        "of link or device, a stage, a module or an op; may be repeated",
+    )
     add_settings_options(parser, "The default of each is what the plan was made with.")
     parser.set_defaults(run=_simulate)
 
@@ -292,11 +307,11 @@ def add_simulate(subparsers: Subparsers) -> None:
 def _simulate(args: argparse.Namespace) -> Answer:
     from simcore.bounds import plan_bound
     from simcore.cost import assumptions
+    from simcore.path_text import path_text
     from simcore.plan import Plan
     from simcore.plan_summary import plan_record
     from simcore.simulation import simulate
     from simcore.trace import write_trace
-    from simcore.what_if import what_if
 
     plan = Plan.load(args.plan)
     if args.trace is not None and args.trace.exists() and args.trace.samefile(args.plan):
@@ -311,15 +326,9 @@ def _simulate(args: argparse.Namespace) -> Answer:
     bound = plan_bound(graph, cluster, plan, settings, result)
     record = plan_record(graph, cluster, plan.job, plan, result, bound)
     record["trace"] = None if args.trace is None else str(args.trace)
-    record["what_if"] = None
-    if args.what_if:
-        note("simulating changes ...")
-        changes = what_if(graph, cluster, plan.job, plan, result, settings)
-        record["what_if"] = [
-            {"what": each.what, "step_time_s": each.step_time, "saved_s": each.saved,
-             "text": each.text(result.step_time)}
-            for each in changes
-        ]  # fmt: skip
+    record["interval_s"] = _interval(args, graph, cluster, plan, settings)
+    record["critical_path"] = path_text(result)
+    record["what_if"] = _changes(args, (graph, cluster, plan.job, plan, result, settings))
     if args.trace is not None:
         write_trace(args.trace, cluster, result)
         note(f"wrote {args.trace}")
@@ -327,11 +336,40 @@ def _simulate(args: argparse.Namespace) -> Answer:
     return Answer(data=record, show=lambda: _show_plan(record), status=status)
 
 
+def _interval(
+    args: argparse.Namespace, graph: OpGraph, cluster: Cluster, plan: Plan, settings: Settings
+) -> Row | None:
+    """Returns the deciles of the step time where they were asked for."""
+    from simcore.uncertainty import Draws, sampled
+
+    if args.samples is None:
+        return None
+    note(f"simulating {args.samples} draws ...")
+    draws = Draws(samples=args.samples)
+    found = sampled(graph, cluster, plan.job, plan, draws, settings=settings)
+    return found._asdict()
+
+
+def _changes(args: argparse.Namespace, run: Run) -> list[Row] | None:
+    from simcore.what_if import change_rows
+
+    if not args.what_if and not args.faster:
+        return None
+    note("simulating changes ...")
+    return change_rows(run, args.faster, usual=args.what_if)
+
+
 def _show_plan(record: Row) -> None:
     from simcore.plan_summary import print_plan
 
     print_plan(make_console(), record)
+    if (interval := record.get("interval_s")) is not None:
+        low, high = (f"{interval[key] * 1e3:.4g} ms" for key in ("p10", "p90"))
+        print(f"\nin {interval['samples']} draws of the costs, eight of ten take {low} to {high}")
     if record.get("what_if") is not None:
+        print("\nthe step waits for")
+        for line in record["critical_path"]:
+            print(f"  {line}")
         print("\nif")
         for change in record["what_if"]:
             print(f"  {change['text']}")

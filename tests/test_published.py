@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from calibration.published import rows
-from calibration.published.assumptions import HOST_FLOOR
+from calibration.published.assumptions import HOST_FLOOR, UNALIGNED, Residual
+from calibration.published.cause_kernels import MEGATRON, TORCH, halvings
 from calibration.published.clusters import cluster_of, machine_of
 from calibration.published.models import GRAPHS, GPTSize, graph_of
 from calibration.published.plans import Layout, plan_of, stage_ops
 from calibration.published.prediction import Prediction, Step, published_run
 from calibration.published.reading import Described, NotExpressible, describe_run
-from calibration.published.residuals import fit_host_floor
+from calibration.published.residuals import fit_host_floor, fit_unaligned
 from calibration.published.rows import Run, read_runs
 from calibration.published.score import RunScore, inside_cells, score_each, scored
 from calibration.regression_baseline import (
@@ -94,7 +95,7 @@ def test_a_folder_without_the_file_has_no_runs(tmp_path: Path) -> None:
     [
         ({"source": "someone/else"}, "no model family"),
         ({"seconds": 0.0}, "no step time"),
-        ({"cp": 2}, "context or expert"),
+        ({"ep": 2}, "expert parallel"),
         ({"dp": 2}, "not the number of GPUs"),
         ({"global_batch": 9, "micro_batch": 2}, "does not divide"),
         ({"heads": 3}, "heads do not divide"),
@@ -136,7 +137,7 @@ def test_the_prediction_is_what_the_simulator_says_of_the_whole_plan(layout: Lay
     machine, described = machine_of(run), describe_run(run)
     assert machine is not None
     assert isinstance(described, Described)
-    described = described._replace(layout=layout)
+    described = described._replace(layout=layout, kernels=TORCH)
     cluster = cluster_of(run, machine)
     graph = graph_of(described.size, described.job.precision)
     plan = plan_of(graph, cluster, described.job, layout)
@@ -158,8 +159,9 @@ def test_the_hosts_floor_is_the_time_of_small_work() -> None:
     assert slow / seconds(RUN) == pytest.approx(1e-3 / HOST_FLOOR.value, rel=0.3)
 
 
-def test_the_hosts_floor_has_a_standard_error_below_half() -> None:
-    assert 0 < HOST_FLOOR.relative_error < 0.5
+@pytest.mark.parametrize("factor", [HOST_FLOOR, UNALIGNED])
+def test_a_residual_factor_has_a_standard_error_below_half(factor: Residual) -> None:
+    assert 0 < factor.relative_error < 0.5
 
 
 def test_a_floor_needs_two_contrasts() -> None:
@@ -168,14 +170,55 @@ def test_a_floor_needs_two_contrasts() -> None:
         fit_host_floor(one)
 
 
-def test_the_floor_that_made_the_rows_is_found_again() -> None:
+def contrasts(**factors: float) -> list[Run]:
+    """Returns runs that say the factors: models of two lengths, two widths, two microbatches."""
     several = [
-        changed(layers=layers, tp=1, pp=1, num_gpus=1, global_batch=2) for layers in (2, 4, 6)
+        changed(layers=layers, tp=1, pp=1, num_gpus=1, micro_batch=micro, hidden=hidden)
+        for layers in (2, 4)
+        for hidden in (256, 512)
+        for micro in (1, 8)
     ]
-    runs = [dataclasses.replace(run, seconds=seconds(run, host_floor=1e-4)) for run in several]
+    return [dataclasses.replace(run, seconds=seconds(run, **factors)) for run in several]
+
+
+def test_the_factors_that_made_the_rows_are_found_again() -> None:
+    runs = contrasts(host_floor=1e-4)
     value, error = fit_host_floor(runs)
-    assert value == pytest.approx(1e-4, rel=0.01)
-    assert error < 0.01
+    assert value == pytest.approx(1e-4, rel=0.02)
+    assert error < 0.02
+    value, error = fit_unaligned(contrasts(unaligned=1.8))
+    assert value == pytest.approx(1.8, rel=0.02)
+    assert error < 0.02
+
+
+def test_rows_are_aligned_to_the_largest_power_of_two_up_to_sixteen_bytes() -> None:
+    assert [halvings(size) for size in (0, 100_512, 100_520, 100_500, 100_514)] == [0, 0, 1, 2, 3]
+
+
+def test_a_vocabulary_of_odd_length_makes_the_head_slower() -> None:
+    one = changed(tp=1, pp=1, num_gpus=1, micro_batch=8, hidden=1024)
+    assert seconds(one, unaligned=2.0) > 1.2 * seconds(one, unaligned=1.0)
+    two = dataclasses.replace(one, tp=2, num_gpus=2)  # 25,128 words each
+    assert seconds(two, unaligned=2.0) == seconds(two, unaligned=1.0)
+
+
+def test_fused_kernels_are_faster_and_split_messages() -> None:
+    run = changed(part="multi", micro_batch=4, hidden=1024)
+    machine, described = machine_of(run), describe_run(run)
+    assert machine is not None
+    assert isinstance(described, Described)
+    assert described.kernels == MEGATRON
+    fused = Step(cluster_of(run, machine), described, 0.0)
+    plain = Step(cluster_of(run, machine), described._replace(kernels=TORCH), 0.0)
+    assert fused.seconds() < plain.seconds()
+    sent = [step.pipeline().tables[0].forward_bytes.sum() for step in (fused, plain)]
+    assert sent[0] * run.tp == sent[1]
+
+
+def test_a_host_that_runs_ahead_is_hidden_by_a_busy_device_only() -> None:
+    run = changed(part="multi", micro_batch=4, hidden=1024)
+    assert seconds(run, host_floor=1e-6) == seconds(run, host_floor=0.0)
+    assert seconds(run, host_floor=1e-3) > 2 * seconds(run, host_floor=0.0)
 
 
 def test_perfect_predictions_have_rank_one_and_no_regret() -> None:
@@ -200,10 +243,10 @@ def test_small_cells_and_other_batches_are_not_ranked_together() -> None:
 
 
 def test_a_score_counts_what_could_not_be_expressed() -> None:
-    (score,) = score_each([RUN, changed(cp=2)]).values()
+    (score,) = score_each([RUN, changed(ep=2)]).values()
     result = score.result()
     assert (result["cases"], result["coverage"]) == (1, 0.5)
-    assert result["not_expressible"] == {"context or expert parallel": 1}
+    assert result["not_expressible"] == {"expert parallel": 1}
     assert result["baseline"]["cases"] == 1
 
 
@@ -248,11 +291,18 @@ def test_the_frozen_floor_is_what_the_rows_say() -> None:
 
 
 @pytest.mark.slow
-def test_plans_of_one_node_are_ranked_better_than_by_the_closed_form() -> None:
+def test_the_frozen_slow_down_of_unaligned_rows_is_what_the_rows_say() -> None:
+    value, error = fit_unaligned(published("e2e/VIA-Research/vTrain/single"))
+    assert value == pytest.approx(UNALIGNED.value, rel=2 * UNALIGNED.relative_error)
+    assert error < 0.5
+
+
+@pytest.mark.slow
+def test_steps_of_one_node_are_nearer_than_those_of_the_closed_form() -> None:
     (score,) = score_each(published("e2e/VIA-Research/vTrain/single")).values()
     result = score.result()
     assert result["coverage"] == 1
-    assert result["mean"] < 0.1
+    assert result["mean"] < 0.07
+    assert result["mean"] < result["baseline"]["mean"]
     assert result["p90"] < result["baseline"]["p90"]
-    assert result["rank_correlation"] > result["baseline"]["rank_correlation"]
-    assert result["worst_regret"] < result["baseline"]["worst_regret"]
+    assert result["rank_correlation"] > 0.93

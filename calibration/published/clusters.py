@@ -66,6 +66,15 @@ _MACHINES = {  # (source, GPU as its rows name it)
         kind="GH200-96GB", link="NVLink4-mesh", switched=False, port=25 * GB, per_node=4
     ),  # Alps Clariden: one Slingshot port of 200 Gb/s a GPU
     ("NVIDIA/Megatron-LM", "A100"): _A100,
+    ("mosaicml/llm-foundry", "A100-40GB"): Machine(
+        kind="A100-SXM4-40GB", link="NVLink3-NVSwitch", port=25 * GB
+    ),  # RoCE of 1,600 Gb/s a node, as the rows say
+    ("mosaicml/llm-foundry", "A100-80GB"): Machine(
+        kind="A100-SXM4-80GB", link="NVLink3-NVSwitch", port=25 * GB
+    ),
+    ("mosaicml/llm-foundry", "H100-80GB"): Machine(
+        kind="H100-SXM5-80GB", link="NVLink4-NVSwitch", port=50 * GB
+    ),  # eight ports of 400 Gb/s a node, as DGX H100
     ("NVIDIA/Megatron-LM", "H100"): Machine(kind="H100-SXM5-80GB", link="NVLink4-NVSwitch"),
     ("NVIDIA/Megatron-LM", "GB200"): Machine(
         kind="GB200-186GB", link="NVLink5-NVSwitch", per_node=4, port=50 * GB

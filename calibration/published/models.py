@@ -6,6 +6,7 @@ code of the model and of the capture.
 
 import functools
 import hashlib
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,17 +36,58 @@ class GPTSize:
     vocabulary: int
     dropout: float = 0.1
     is_fused: bool = False
+    file: str = "megatron"  # module of `simcore.models` that has its code
 
     def build(self) -> "Built":
         """Returns the model on the meta device."""
         from simcore.models import megatron  # noqa: PLC0415 - imports torch
 
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return megatron.sized(megatron.MegatronShape(**fields))
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "file"}
+        module = importlib.import_module(f"simcore.models.{self.file}")
+        built: Built = module.sized(megatron.MegatronShape(**fields))
+        return built
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return f"gpt-{self.layers}x{self.width}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilySize:
+    """A model of one of the files of `simcore.models`, at one size.
+
+    Attributes:
+        factory: ``file:function``; the function takes the size.
+        length: the size: tokens of a sequence, or pixels of an image's side.
+    """
+
+    factory: str
+    length: int
+
+    def build(self) -> "Built":
+        """Returns the model on the meta device."""
+        from simcore.models.inputs import on_meta  # noqa: PLC0415 - imports torch
+
+        module = importlib.import_module(f"simcore.models.{self.file}")
+        return on_meta(getattr(module, self.factory.partition(":")[2]), self.length)
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return f"{self.factory.partition(':')[2]}-{self.length}"
+
+    @property
+    def file(self) -> str:
+        """Module of `simcore.models` that has its code."""
+        return self.factory.partition(":")[0]
+
+
+ModelSize = GPTSize | FamilySize
 
 
 @functools.lru_cache(maxsize=64)
-def graph_of(size: GPTSize, precision: Precision) -> OpGraph:
+def graph_of(size: ModelSize, precision: Precision) -> OpGraph:
     """Returns the graph of a training step.
 
     Args:
@@ -65,23 +107,23 @@ def graph_of(size: GPTSize, precision: Precision) -> OpGraph:
     return graph
 
 
-def _capture(size: GPTSize, precision: Precision) -> OpGraph:
+def _capture(size: ModelSize, precision: Precision) -> OpGraph:
     from simcore.frontends.torch_capture import capture  # noqa: PLC0415 - imports torch
 
     built = size.build()
     job = Job(batch=_EXAMPLE_BATCH, sequence_length=size.length, precision=precision)
-    name = f"gpt-{size.layers}x{size.width}"
-    return capture(built.module, built.inputs, job, name=name)
+    return capture(built.module, built.inputs, job, name=size.name)
 
 
-def _name(size: GPTSize, precision: Precision) -> str:
-    text = f"{size} {precision} {FORMAT} {_code()}"
-    return f"gpt-{size.layers}x{size.width}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def _name(size: ModelSize, precision: Precision) -> str:
+    text = f"{size} {precision} {FORMAT} {_code(size.file)}"
+    return f"{size.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @functools.cache
-def _code() -> str:
+def _code(model: str) -> str:
     """Returns a hash of the code that a captured graph depends on."""
     root = Path(simcore.__file__).parent
-    files = [root / "models" / "megatron.py", *sorted((root / "frontends").glob("torch_*.py"))]
+    captures = sorted((root / "frontends").glob("torch_*.py"))
+    files = [root / "models" / f"{model}.py", *captures]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -6,12 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from calibration.published.assumptions import HOST_FLOOR
+from calibration.published.assumptions import HOST_FLOOR, UNALIGNED
+from calibration.published.cause_host import with_host
+from calibration.published.cause_kernels import Kernels, with_kernels
 from calibration.published.clusters import cluster_of, machine_of
-from calibration.published.models import GPTSize, graph_of
-from calibration.published.plans import Layout, plan_of
-from calibration.published.reading import Described, NotExpressible, Timed, describe_run
+from calibration.published.described import Described, NotExpressible, Products, Timed
+from calibration.published.models import GPTSize, ModelSize, graph_of
+from calibration.published.node_clusters import node_cluster
+from calibration.published.plans import Layout, block_schedule, plan_of
+from calibration.published.reading import describe_run
 from calibration.published.rows import Run
+from calibration.published.sustained import with_power_limit
+from calibration.published.tensor_float import with_tf32
 from simcore.cluster import Cluster
 from simcore.cost import CostTable, cost_table, kinds_of
 from simcore.graph import OpGraph
@@ -25,8 +31,9 @@ from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import RANK_HOSTS
 from simcore.run import run_placement
 from simcore.schedule_names import make_schedule
-from simcore.shards import OneDevice, one_device
+from simcore.shards import one_device
 from simcore.signature import Phase
+from simcore.stages import StageTables
 
 MODULES = ("embedding.", "layers.", "final_layernorm.", "head.")  # of the model, without its loss
 
@@ -38,12 +45,20 @@ class Prediction(NamedTuple):
     layout: Layout
 
 
-def published_run(run: Run, *, host_floor: float | None = None) -> Prediction | NotExpressible:
+def published_run(
+    run: Run,
+    *,
+    host_floor: float | None = None,
+    unaligned: float = UNALIGNED.value,
+    slower: float = 1.0,
+) -> Prediction | NotExpressible:
     """Returns what the simulator says of a published run, or why it says nothing.
 
     Args:
         run: a row.
         host_floor: least seconds of an op, see `assumptions.HOST_FLOOR`; None = the fitted one.
+        unaligned: see `assumptions.UNALIGNED`.
+        slower: how many times as long ops take as the profiles say.
 
     Raises:
         CaptureError: a model that the capture refuses.
@@ -52,12 +67,19 @@ def published_run(run: Run, *, host_floor: float | None = None) -> Prediction | 
     described = describe_run(run)
     if isinstance(described, NotExpressible):
         return described
-    machine = machine_of(run)
-    if machine is None:
+    cluster = node_cluster(run) or known_cluster(run)
+    if cluster is None:
         return NotExpressible(f"no machine known for {run.gpu}")
-    floor = HOST_FLOOR.value if host_floor is None else host_floor
-    step = Step(cluster_of(run, machine), described, floor if described.waits else 0.0)
+    stated = HOST_FLOOR.value if described.floor is None else described.floor
+    floor = stated if host_floor is None else host_floor
+    step = Step(cluster, described, floor if described.waits else 0.0, slower, unaligned)
     return Prediction(step.seconds(), described.layout)
+
+
+def known_cluster(run: Run) -> Cluster | None:
+    """Returns the cluster of a run on nodes of one kind, None = unknown."""
+    machine = machine_of(run)
+    return None if machine is None else cluster_of(run, machine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +90,15 @@ class Step:
         cluster: where it runs.
         described: the run.
         floor: least seconds of an op.
+        slower: how many times as long ops take as the profiles say.
+        unaligned: slow-down of products, see `assumptions.UNALIGNED`.
     """
 
     cluster: Cluster
     described: Described
     floor: float
+    slower: float = 1.0
+    unaligned: float = UNALIGNED.value
 
     def seconds(self) -> float:
         """Returns the seconds of the step."""
@@ -90,7 +116,7 @@ class Step:
             cost=program.cost,
             collectives=program.collectives,
         )
-        return run_placement(problem, program.placement).step_time
+        return run_placement(problem, program.placement).step_time + self.described.idle
 
     def pipeline(self) -> Pipeline:
         """Returns the pipeline of the run; the tables of its stages are built once.
@@ -101,33 +127,56 @@ class Step:
         job, layout = described.job, described.layout
         few = replace(layout, dp=min(2, layout.dp))
         small = job.replace(batch=few.dp * few.microbatch * few.pp)
-        base = _built(_Case(described.size, small, few, described.only, self.floor), self.cluster)
-        per_rank = layout.dp * layout.tp
-        devices = [tuple(range(per_rank * n, per_rank * (n + 1))) for n in range(layout.pp)]
-        schedule = make_schedule(
-            base.schedule.name,
-            layout.pp,
-            (job.batch or 1) // (layout.dp * layout.microbatch),
-            stages_per_rank=layout.chunks,
+        case = _Case(
+            size=described.size,
+            job=small,
+            layout=few,
+            only=described.only,
+            floor=self.floor,
+            products=described.products,
+            kernels=described.kernels,
+            unaligned=self.unaligned,
         )
-        mesh = Mesh.of({"dp": layout.dp} | ({"tp": layout.tp} if layout.tp > 1 else {}))
+        base = slowed(_built(case, self.cluster), self.slower)
+        per_rank = layout.per_rank
+        devices = [tuple(range(per_rank * n, per_rank * (n + 1))) for n in range(layout.pp)]
+        count = (job.batch or 1) // (layout.dp * layout.microbatch)
+        if layout.blocks > 1:
+            schedule = block_schedule(layout.blocks, count)
+        else:
+            schedule = make_schedule(
+                base.schedule.name, layout.pp, count, stages_per_rank=layout.chunks
+            )
+        mesh = Mesh.of(layout.mesh)
         return replace(
             base,
             schedule=schedule,
             devices=tuple(devices),
             meshes=(mesh,) * layout.pp,
             microbatch=layout.dp * layout.microbatch,
+            tables=(self._first_table(base.tables[0]), *base.tables[1:]),
         )
+
+    def _first_table(self, table: StageTables) -> StageTables:
+        """Returns the table that has the sizes of messages, as this framework sends them."""
+        if not (self.described.splits or self.described.kernels.fused):
+            return table
+        tp = self.described.layout.tp
+        forward, backward = table.forward_bytes // tp, table.backward_bytes // tp
+        return replace(table, forward_bytes=forward, backward_bytes=backward)
 
 
 class _Case(NamedTuple):
     """What the stage tables of a pipeline depend on, beside the cluster."""
 
-    size: GPTSize
+    size: ModelSize
     job: Job
     layout: Layout
     only: Timed
     floor: float
+    products: Products
+    kernels: Kernels
+    unaligned: float
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,24 +186,42 @@ def _built(case: _Case, cluster: Cluster) -> Pipeline:
     device = one_device(graph, plan, stage_of_units(plan, graph))
     batch = case.layout.microbatch
     cost = cost_table(device.graph, case.job, kinds_of(cluster), (batch,))
-    cost = with_floor(cost, device, case.floor)
+    if case.products == "tf32":
+        cost = with_tf32(cost, device.graph, case.job, (batch,))
+    elif case.products == "sustained":
+        cost = with_power_limit(cost, device.graph, (batch,))
+    cost = with_kernels(
+        cost, device.graph, case.kernels, row_bytes=_row_bytes(case), unaligned=case.unaligned
+    )
+    cost = with_host(cost, device, case.floor, runs_ahead=case.kernels.runs_ahead)
     if case.only != "all":
         cost = without_loss(cost, device.graph)
     return build_pipeline(graph, cluster, case.job, plan, cost=cost)
 
 
-def with_floor(cost: CostTable, device: OneDevice, floor: float) -> CostTable:
-    """Returns costs in which no op of forward or backward takes less than the host's time for it.
+def _row_bytes(case: _Case) -> int:
+    """Returns the bytes of a row of logits on one device, 0 where they do not matter."""
+    if not isinstance(case.size, GPTSize) or case.job.precision == "fp32":
+        return 0  # products in fp32 use no tensor cores
+    return case.size.vocabulary // case.layout.tp * 2
 
-    The host's time for a collective is in the op before it: the collective itself takes what its
-    curve says.
-    """
-    update = device.graph.phase == Phase.U
-    waits = (cost.launch > 0) & ~update[:, None]
-    seconds = np.where(waits[:, :, None], np.maximum(cost.seconds, floor), cost.seconds)
-    before = np.array([op - 1 for op in device.communication if not update[op]], np.int64)
-    np.add.at(seconds, before, floor)
-    return replace(cost, seconds=seconds)
+
+def slowed(pipeline: Pipeline, factor: float) -> Pipeline:
+    """Returns a pipeline whose devices take so many times as long; hosts and links do not."""
+    if factor == 1:
+        return pipeline
+    tables = tuple(
+        replace(each, seconds=each.seconds * factor, accumulate=each.accumulate * factor)
+        for each in pipeline.tables
+    )
+    parts = tuple(
+        tuple(
+            part._replace(cost=part.cost._replace(seconds=part.cost.seconds * factor))
+            for part in stage
+        )
+        for stage in pipeline.parts
+    )
+    return replace(pipeline, tables=tables, parts=parts)
 
 
 def without_loss(cost: CostTable, graph: OpGraph) -> CostTable:

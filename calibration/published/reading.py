@@ -4,38 +4,23 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple
 
+from calibration.published.cause_kernels import FIRST_MEGATRON, MEGATRON, TRACED
+from calibration.published.described import Described, NotExpressible, Timed
+from calibration.published.fields import filled
+from calibration.published.megatron_ci import read_megatron_ci
+from calibration.published.megatron_sizes import (
+    GPT2_VOCABULARY,
+    adam_job,
+    gpt_size,
+    plain_layout,
+)
 from calibration.published.models import GPTSize
+from calibration.published.other_sources import read_data_parallel, read_foundry
 from calibration.published.plans import Layout
 from calibration.published.rows import Run
-from simcore.job import Job, Precision
-from simcore.recompute import Recompute
 
-GPT2_VOCABULARY = 50_257
-MEGATRON_MULTIPLE = 128  # the vocabulary is padded to so many times the tensor-parallel size
 BLOOM_VOCABULARY = 250_880
-CLIP_NORM = 1.0
-_PRECISIONS: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32"}
-
-
-Timed = Literal["all", "forward and backward", "forward"]
-
-
-class NotExpressible(NamedTuple):
-    """Why a run cannot be said in a graph, a cluster and a plan."""
-
-    reason: str
-
-
-class Described(NamedTuple):
-    """A run in the program's words."""
-
-    size: GPTSize
-    job: Job
-    layout: Layout
-    waits: bool = True  # whether the framework's host waits for each op, see `HOST_FLOOR`
-    only: Timed = "all"  # what of a step was timed, without the loss if not all
 
 
 def describe_run(run: Run) -> Described | NotExpressible:
@@ -43,82 +28,73 @@ def describe_run(run: Run) -> Described | NotExpressible:
     reader = _READERS.get(run.source)
     if reader is None:
         return NotExpressible("no model family for this source")
-    if not run.seconds:
-        return NotExpressible("no step time can be derived")
-    if run.task == "inference" and run.num_gpus > 1:
-        return NotExpressible("inference on several GPUs")
-    if run.cp > 1 or run.ep > 1:
-        return NotExpressible("context or expert parallel")
-    if run.dp * run.tp * run.pp != run.num_gpus:
-        return NotExpressible("tp x pp x dp is not the number of GPUs")
+    run = filled(run)
+    if why := _lacking(run):
+        return NotExpressible(why)
     described = reader(run)
     return described if isinstance(described, NotExpressible) else _checked(described)
 
 
+def _lacking(run: Run) -> str:
+    """Returns why no reader can make anything of a row, "" if nothing keeps it from that."""
+    shares = (run.dp, run.tp, run.pp, max(1, run.cp))
+    reasons = {
+        "no step time can be derived": run.seconds <= 0,
+        "batch not stated": run.global_batch < 1 or run.micro_batch < 0,
+        "inference on several GPUs": run.task == "inference" and run.num_gpus > 1,
+        "expert parallel": run.ep > 1,
+        "tp x pp x dp x cp is not the number of GPUs": min(shares) < 1
+        or math.prod(shares) != run.num_gpus,
+        "layers, hidden or heads not stated": run.source in _SIZED and not _complete(run),
+    }
+    return next((why for why, is_so in reasons.items() if is_so), "")
+
+
 def _checked(described: Described) -> Described | NotExpressible:
+    why = _contradiction(described)
+    return NotExpressible(why) if why else described
+
+
+def _contradiction(described: Described) -> str:
+    """Returns why sizes, batch and layout do not go together, "" if they do."""
     size, job, layout = described.size, described.job, described.layout
-    if size.heads % layout.tp or size.width % size.heads:
-        return NotExpressible("heads do not divide among the tensor-parallel devices")
-    if (job.batch or 0) % (layout.dp * layout.microbatch):
-        return NotExpressible("the batch does not divide into the stated microbatches")
-    if size.layers < layout.pp * layout.chunks:
-        return NotExpressible("fewer layers than stages")
+    if layout.microbatch < 1 or (job.batch or 0) % (layout.dp * layout.microbatch):
+        return "the batch does not divide into the stated microbatches"
+    if isinstance(size, GPTSize):
+        if size.heads % layout.tp or size.width % size.heads:
+            return "heads do not divide among the tensor-parallel devices"
+        if size.layers + 2 * bool(layout.stage_layers) < layout.num_stages:
+            return "fewer layers than stages"
+    if size.length % layout.cp:
+        return "positions do not divide among the context-parallel devices"
     microbatches = (job.batch or 0) // (layout.dp * layout.microbatch)
     if layout.chunks > 1 and microbatches % layout.pp:
-        return NotExpressible("interleaved stages need a multiple of the ranks as microbatches")
-    return described
+        return "interleaved stages need a multiple of the ranks as microbatches"
+    return ""
 
 
 def _complete(run: Run) -> bool:
-    return bool(run.layers and run.hidden and run.heads and run.length and run.global_batch)
-
-
-def _gpt(run: Run, vocabulary: int = GPT2_VOCABULARY, dropout: float = 0.1) -> GPTSize:
-    multiple = MEGATRON_MULTIPLE * math.lcm(run.tp, 8)  # one graph for tp up to 8
-    return GPTSize(
-        layers=run.layers,
-        width=run.hidden,
-        heads=run.heads,
-        length=run.length,
-        vocabulary=-(-vocabulary // multiple) * multiple,
-        dropout=dropout,
-    )
-
-
-def _job(run: Run, precision: Precision) -> Job:
-    return Job(
-        batch=run.global_batch,
-        sequence_length=run.length,
-        optimizer="adam",
-        precision=precision,
-        clip_norm=CLIP_NORM,
-        loss_scaling=precision == "fp16",
-    )
-
-
-def _layout(run: Run, recompute: Recompute = "none", optimizer_sharding: int = 0) -> Layout:
-    micro = run.micro_batch or run.global_batch // run.dp
-    return Layout(
-        tp=run.tp, pp=run.pp, dp=run.dp, microbatch=micro, recompute=recompute,
-        optimizer_sharding=optimizer_sharding,
-    )  # fmt: skip
+    return min(run.layers, run.hidden, run.heads, run.length) > 0
 
 
 def _vtrain(run: Run) -> Described:
-    recompute: Recompute = "none" if run.part == "single" else "full"
-    return Described(_gpt(run), _job(run, "fp16"), _layout(run, recompute))
+    job = adam_job(run, "fp16")
+    if run.part == "multi":
+        return Described(gpt_size(run), job, plain_layout(run, "full"), kernels=MEGATRON)
+    words = GPT2_VOCABULARY // run.tp * run.tp  # not padded, as in the source's own model
+    size = replace(gpt_size(run), vocabulary=words)
+    return Described(size, job, plain_layout(run), kernels=TRACED)
 
 
 def _bigscience(run: Run) -> Described | NotExpressible:
-    if not _complete(run):
-        return NotExpressible("layers, hidden or heads not stated")
     if not run.micro_batch:
         return NotExpressible("microbatch not stated")
     if run.part == "v100":
-        layout = _layout(run, "full")
-        return Described(_gpt(run), _job(run, "fp16"), layout)
-    layout = _layout(run, "full", optimizer_sharding=1)
-    return Described(_gpt(run, BLOOM_VOCABULARY), _job(run, "fp16"), layout)
+        layout = plain_layout(run, "full")
+        return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=MEGATRON)
+    layout = plain_layout(run, "full", optimizer_sharding=1)
+    size = gpt_size(run, BLOOM_VOCABULARY)
+    return Described(size, adam_job(run, "fp16"), layout, kernels=MEGATRON)
 
 
 def _korthikanti(run: Run) -> Described | NotExpressible:
@@ -132,47 +108,53 @@ def _korthikanti(run: Run) -> Described | NotExpressible:
         sequence="sequence parallel" in run.recompute,
         recompute="selective" if selective else "full",
     )
-    return Described(_gpt(run), _job(run, "fp16"), layout)
+    return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=MEGATRON)
 
 
 def _sailor(run: Run) -> Described | NotExpressible:
-    if re.search(r"\+", run.gpu):
-        return NotExpressible("stages of unlike GPUs")
-    return Described(_gpt(run, dropout=0.0), _job(run, "fp16"), _layout(run))
+    """Returns a run of Sailor: in fp32, as its own profiles of layers say.
+
+    OPT-30B takes an A100 what fp32 does, and a GH200 what TF32 does, in NVIDIA's container, as
+    there was no other PyTorch for its Arm hosts.
+    """
+    return Described(
+        gpt_size(run, dropout=0.0),
+        adam_job(run, "fp32").replace(clip_norm=None),
+        replace(plain_layout(run), stage_layers=_stage_layers(run)),
+        products="tf32" if "GH" in run.gpu else "as measured",
+        splits=True,
+    )
+
+
+def _stage_layers(run: Run) -> tuple[int, ...]:
+    """Returns the layers of each stage that a row of Sailor states, embedding and head counted."""
+    found = tuple(int(each) for each in re.findall(r'"layers":\s*(\d+)', run.placement))
+    return found if len(found) == run.pp and sum(found) == run.layers + 2 else ()
 
 
 def _megatron_v1(run: Run) -> Described | NotExpressible:
-    """Its smallest model is in the paper's table (Shoeybi et al., 2019); the largest is not."""
-    if run.model != "GPT-2 1.2B":
-        return NotExpressible("layers, hidden or heads not stated")
-    run = replace(run, layers=40, hidden=1536, heads=16, length=1024)
-    return Described(_gpt(run), _job(run, "fp16"), _layout(run, "full"))
+    layout = plain_layout(run, "full")
+    return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=FIRST_MEGATRON)
 
 
 def _neusight(run: Run) -> Described | NotExpressible:
     """PyTorch's own attention in fp32, neither loss nor update timed."""
     if not run.model.startswith(("gpt", "opt")):
         return NotExpressible("no model family for this model")
-    job = _job(run, "fp32").replace(clip_norm=None)
+    job = adam_job(run, "fp32").replace(clip_norm=None)
     only: Timed = "forward" if run.task == "inference" else "forward and backward"
-    return Described(_gpt(run), job, _layout(run), waits=False, only=only)
+    return Described(gpt_size(run), job, plain_layout(run), waits=False, only=only)
 
 
-def _megatron_ci(run: Run) -> Described | NotExpressible:
-    if not run.model.startswith("gpt:"):
-        return NotExpressible("no model family for this model")
-    if '"num-experts"' in run.notes:
-        return NotExpressible("context or expert parallel")
-    precision = _PRECISIONS.get(run.precision, "bf16")
-    size = _gpt(run)
-    layout = Layout(
-        tp=run.tp, pp=run.pp, dp=run.dp, microbatch=run.micro_batch,
-        chunks=max(1, run.layers // (run.pp * run.vpp)) if run.vpp else 1,
-        sequence='"sequence-parallel":"true"' in run.notes,
-    )  # fmt: skip
-    return Described(size, _job(run, precision), layout)
-
-
+_SIZED = (  # sources whose rows say the sizes of a transformer
+    "NVIDIA/Megatron-LM",
+    "VIA-Research/vTrain",
+    "bigscience-workshop/bigscience",
+    "calculon-ai/calculon",
+    "eth-easl/sailor",
+    "nv-adlr.github.io/MegatronLMV1",
+    "sitar-lab/NeuSight",
+)
 _READERS: dict[str, Callable[[Run], Described | NotExpressible]] = {
     "VIA-Research/vTrain": _vtrain,
     "bigscience-workshop/bigscience": _bigscience,
@@ -180,5 +162,8 @@ _READERS: dict[str, Callable[[Run], Described | NotExpressible]] = {
     "eth-easl/sailor": _sailor,
     "nv-adlr.github.io/MegatronLMV1": _megatron_v1,
     "sitar-lab/NeuSight": _neusight,
-    "NVIDIA/Megatron-LM": _megatron_ci,
+    "NVIDIA/Megatron-LM": read_megatron_ci,
+    "mosaicml/llm-foundry": read_foundry,
+    "petuum/adaptdl": read_data_parallel,
+    "stanford-futuredata/gavel": read_data_parallel,
 }

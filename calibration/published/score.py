@@ -3,6 +3,10 @@
 A cell has runs of one model, on as many GPUs, at one global batch, and at least four plans. Inside
 one, `rank_correlation` is Spearman's, and `regret` what the plan that is predicted fastest really
 takes above the one that is fastest.
+
+`interval_coverage` is the share of runs inside the interval from the first to the ninth decile of
+log(measured / predicted) of other runs of the same source: models are divided into two halves, each
+of which is held against the deciles of the other. It should be 0.8.
 """
 
 from collections import Counter
@@ -15,13 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from calibration.published.prediction import published_run
-from calibration.published.reading import NotExpressible
+from calibration.published.described import NotExpressible
+from calibration.published.prediction import Prediction, published_run
 from calibration.published.rows import FOLDER, Run, read_runs
+from calibration.published.scaling import SOURCES, known_reference, scaling_errors
 from calibration.regression_baseline import baseline_seconds
 from calibration.splits import errors
+from simcore.errors import PlacewrightError
 
 LEAST_PLANS = 4
+LEAST_FOR_DECILES = 10  # runs
 
 
 @dataclass(slots=True)
@@ -32,20 +39,25 @@ class RunScore:
         runs: those that could be predicted.
         predicted: s, one a run.
         missing: reason -> runs that could not.
+        scaling: errors of time relative to the fewest GPUs, of sources that only scale.
     """
 
     runs: list[Run] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
     missing: Counter[str] = field(default_factory=Counter)
+    scaling: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
         """Returns errors, coverage, figures inside cells, and the same of the baseline."""
         cases, missing = len(self.runs), sum(self.missing.values())
+        sized = [run for run in self.runs if run.layers and run.hidden and run.length]
         return {
             **scored(self.runs, self.predicted),
+            **interval_coverage(self.runs, self.predicted),
             "coverage": cases / (cases + missing) if cases + missing else 0.0,
             "not_expressible": dict(self.missing.most_common()),
-            "baseline": scored(self.runs, [baseline_seconds(run) for run in self.runs]),
+            "baseline": scored(sized, [baseline_seconds(run) for run in sized]),
+            **self.scaling,
         }
 
 
@@ -75,6 +87,29 @@ def inside_cells(
         "regret": float(np.mean(regrets)),
         "worst_regret": max(regrets),
     }
+
+
+def interval_coverage(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str, Any]:
+    """Returns how many runs are inside the deciles of others; None with fewer than ten in a half.
+
+    Args:
+        runs: of one source.
+        predicted: s, one a run.
+    """
+    names = sorted({(run.model, run.layers, run.hidden, run.gpu) for run in runs})
+    if len(names) > 1:
+        half = np.array([names.index((r.model, r.layers, r.hidden, r.gpu)) % 2 for r in runs])
+    else:
+        half = np.arange(len(runs)) % 2
+    if min((half == 0).sum(), (half == 1).sum()) < LEAST_FOR_DECILES:
+        return {"interval_coverage": None, "interval": None}
+    off = np.log([run.seconds for run in runs]) - np.log(predicted)
+    inside = np.zeros(len(runs), np.bool_)
+    for mine in (0, 1):
+        low, high = np.quantile(off[half != mine], (0.1, 0.9))
+        inside |= (half == mine) & (off >= low) & (off <= high)
+    low, high = np.exp(np.quantile(off, (0.1, 0.9)))
+    return {"interval_coverage": float(inside.mean()), "interval": [float(low), float(high)]}
 
 
 def _rank(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
@@ -111,10 +146,29 @@ def score_each(
         if number % 100 == 0:
             progress(f"{run.key}: run {number}")
         score = found.setdefault(run.key, RunScore())
-        said = published_run(run)
+        said = _said(run)
         if isinstance(said, NotExpressible):
             score.missing[said.reason] += 1
         else:
             score.runs.append(run)
             score.predicted.append(said.seconds)
+    for score in found.values():
+        if score.runs and score.runs[0].source in SOURCES:
+            score.scaling = _scaling(score)
     return found
+
+
+def _said(run: Run) -> Prediction | NotExpressible:
+    """Returns the prediction of a run, or why there is none; what is refused does not stop it."""
+    try:
+        return published_run(run)
+    except PlacewrightError as error:
+        return NotExpressible(f"refused: {error}")
+
+
+def _scaling(score: RunScore) -> dict[str, Any]:
+    """Returns errors of relative times: from the profiles alone, and with the references known."""
+    return {
+        "scaling_unknown": scaling_errors(score.runs, score.predicted),
+        "scaling": scaling_errors(score.runs, known_reference(score.runs)),
+    }

@@ -120,6 +120,34 @@ class BertForPreTraining(nn.Module):
         return token_loss(logits, masked_labels) + next_sentence
 
 
+class BertForAnswers(nn.Module):
+    """BERT-base that finds the answer to a question in a text, as fine-tuned for SQuAD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(768)
+        self.encoder = nn.Sequential(*(BertLayer(768, 12) for _ in range(12)))
+        self.outputs = nn.Linear(768, 2)
+
+    def forward(
+        self, input_ids: Tensor, token_type_ids: Tensor, starts: Tensor, ends: Tensor
+    ) -> Tensor:
+        """Returns the mean of the two losses, a scalar; starts and ends are [batch]."""
+        states = self.encoder(self.embeddings(input_ids, token_type_ids))
+        start, end = self.outputs(states).unbind(-1)  # [batch, length] each
+        return (F.cross_entropy(start, starts) + F.cross_entropy(end, ends)) / 2
+
+
+def bert_answers(length: int) -> Built:
+    """Returns BERT-base for question answering; `length` in tokens."""
+
+    def inputs(batch: int) -> dict[str, Tensor]:
+        tokens = {name: ids(batch, length) for name in ("input_ids", "token_type_ids")}
+        return tokens | {name: ids(batch) for name in ("starts", "ends")}
+
+    return Built(BertForAnswers(), inputs)
+
+
 def _bert(length: int, layers: int, width: int, heads: int) -> Built:
     predictions = math.ceil(MASKED_SHARE * length)
 

@@ -38,3 +38,9 @@ def labelled_images(side: int) -> Inputs:
 def next_tokens(length: int) -> Inputs:
     """Returns the inputs of a language model; labels are the ids shifted by the loader."""
     return lambda batch: {"input_ids": ids(batch, length), "labels": ids(batch, length)}
+
+
+def on_meta(factory: Callable[[int], Built], size: int) -> Built:
+    """Returns what a factory builds, on the meta device."""
+    with torch.device("meta"):
+        return factory(size)

@@ -14,6 +14,7 @@ from simcore.models.attention import Attention, TiedHead, token_loss
 from simcore.models.inputs import Built, ids
 
 VOCABULARY = 37_000
+MULTI30K_VOCABULARY = 9_521
 LAYERS = 6
 LABEL_SMOOTHING = 0.1
 
@@ -25,6 +26,7 @@ class Shape:
     width: int
     heads: int
     dropout: float
+    vocabulary: int = VOCABULARY
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -96,7 +98,7 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()
         self.width = shape.width
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.register_buffer("positions", sinusoids(length, shape.width), persistent=False)
         self.dropout = nn.Dropout(shape.dropout)
         self.encoder = nn.ModuleList([EncoderLayer(shape) for _ in range(LAYERS)])
@@ -137,3 +139,13 @@ def transformer_base(length: int) -> Built:
 def transformer_big(length: int) -> Built:
     """Returns the big size; `length` in tokens of source and of target."""
     return _transformer(length, Shape(width=1024, heads=16, dropout=0.3))
+
+
+def transformer_multi30k(length: int) -> Built:
+    """Returns the base size with the 9,521 tokens of Multi30k's shared English and German words.
+
+    Args:
+        length: tokens of source and of target.
+    """
+    shape = Shape(width=512, heads=8, dropout=0.1, vocabulary=MULTI30K_VOCABULARY)
+    return _transformer(length, shape)

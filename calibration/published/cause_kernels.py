@@ -1,0 +1,131 @@
+"""How kernels of a framework differ from one kernel an op: what is fused, in place, or unaligned.
+
+The costs of a graph are those of torch's own kernels. Megatron-LM has its own for what a layer does
+beside its products, and for the loss over a split vocabulary (Narayanan et al., 2021, 4.2;
+Korthikanti et al., 2022). Each is said here by the bytes that it moves against those of the ops
+that it replaces; none is fitted. What rows of products that do not start at multiples of 16 bytes
+cost is fitted, see `assumptions.UNALIGNED`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.cost import CostTable
+from simcore.graph import OpGraph
+
+ALIGNED = 16  # bytes, of the rows of a product's matrices, that tensor cores want
+_HEAD = "head.mm"  # products of the vocabulary, there and back
+
+
+class Kernels(NamedTuple):
+    """What kernels a framework has.
+
+    Attributes:
+        fused: bias, dropout and addition are one kernel; normalisation moves its states as fast as
+            additions do; messages between stages are split among tensor-parallel devices.
+        in_place: the loss over the vocabulary is Megatron's: it works in place and looks only at
+            the logits of the right words.
+        half: the loss is computed in the precision of the logits.
+        runs_ahead: the host launches ops without waiting for those before.
+    """
+
+    fused: bool = False
+    in_place: bool = False
+    half: bool = False
+    runs_ahead: bool = False
+
+
+TORCH = Kernels()
+MEGATRON = Kernels(fused=True, in_place=True, runs_ahead=True)
+FIRST_MEGATRON = Kernels(in_place=True, runs_ahead=True)  # of 2019
+TRACED = Kernels(in_place=True, half=True)  # vTrain's rows of one node, see `assumptions`
+
+_IN_PLACE = {  # op of the loss -> what of its bytes Megatron's loss moves
+    "nll_loss_forward": 0.0,  # reads one logit a row
+    "nll_loss_forward.backward.nll_loss_backward": 0.0,  # subtracts one in each row
+    "sub.backward.add": 2 / 3,  # two passes instead of three
+}
+_CAST = ("_to_copy", "_to_copy.backward._to_copy")  # of the logits to fp32, and back
+_WHOLE_ROWS = ("amax", "sub", "exp", "sum", "exp.backward.mul", "sub.backward.add")
+_DROPOUT = ".dropout.native_dropout"  # of a sub-layer; the addition after it is the same kernel
+_MASK = 1 / 5  # of a dropout's bytes: all that it moves beside what the addition moves
+_NORM = ".native_layer_norm"  # moves two tensors forward and three back; an addition moves three
+
+
+def with_kernels(
+    cost: CostTable, graph: OpGraph, kernels: Kernels, *, row_bytes: int, unaligned: float
+) -> CostTable:
+    """Returns the costs of a framework's own kernels.
+
+    Args:
+        cost: of torch's kernels.
+        graph: what one device does, of `simcore.models.megatron`.
+        kernels: of the framework.
+        row_bytes: of a row of logits on one device; 0 = products do not depend on it.
+        unaligned: how many times as long a product takes with each halving of `ALIGNED`.
+    """
+    factor = np.ones(graph.num_ops)
+    factor[_named(graph, _HEAD)] = unaligned ** halvings(row_bytes)
+    for change in _changes(kernels):
+        change(graph, factor)
+    seconds = cost.seconds * factor[:, None, None]
+    launch = cost.launch
+    if kernels.fused:
+        seconds = _normalised(seconds, graph)
+        fused = _ending(graph, _DROPOUT)
+        launch = np.where(fused[:, None], 0.0, launch)
+    return replace(cost, seconds=seconds, launch=launch)
+
+
+def halvings(row_bytes: int) -> int:
+    """Returns how often `ALIGNED` must be halved until rows of so many bytes are multiples."""
+    return 0 if row_bytes == 0 else next(n for n in range(5) if row_bytes % (ALIGNED >> n) == 0)
+
+
+def _changes(kernels: Kernels) -> list[Callable[[OpGraph, NDArray[np.float64]], None]]:
+    chosen = ((kernels.fused, _fuse), (kernels.in_place, _work_in_place), (kernels.half, _halve))
+    return [change for is_so, change in chosen if is_so]
+
+
+def _fuse(graph: OpGraph, factor: NDArray[np.float64]) -> None:
+    factor[_ending(graph, _DROPOUT)] *= _MASK
+
+
+def _work_in_place(graph: OpGraph, factor: NDArray[np.float64]) -> None:
+    for name, share in _IN_PLACE.items():
+        factor[np.array([each == name for each in graph.op_names])] *= share
+
+
+def _halve(graph: OpGraph, factor: NDArray[np.float64]) -> None:
+    factor[np.array([name in _CAST for name in graph.op_names])] = 0.0
+    factor[np.array([name in _WHOLE_ROWS for name in graph.op_names])] *= 0.5
+
+
+def _normalised(seconds: NDArray[np.float64], graph: OpGraph) -> NDArray[np.float64]:
+    """Returns seconds, [op, kind, batch], in which norms of layers are as fast as additions."""
+    place = {name: op for op, name in enumerate(graph.op_names)}
+    found = seconds.copy()
+    for op, name in enumerate(graph.op_names):
+        layer = ".".join(name.split(".")[:2])
+        addition = place.get(f"{layer}.add")
+        if addition is None or _NORM not in name:
+            continue
+        if name.endswith(_NORM):
+            found[op] = np.minimum(found[op], seconds[addition] * 2 / 3)
+        elif name.endswith(f"{_NORM}.backward"):
+            found[op] = np.minimum(found[op], seconds[addition])
+    return found
+
+
+def _named(graph: OpGraph, start: str) -> NDArray[np.bool_]:
+    return np.array([name.startswith(start) for name in graph.op_names], bool)
+
+
+def _ending(graph: OpGraph, end: str) -> NDArray[np.bool_]:
+    return np.array(
+        [name.startswith("layers.") and name.endswith(end) for name in graph.op_names], bool
+    )

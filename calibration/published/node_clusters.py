@@ -1,0 +1,166 @@
+"""Clusters of published runs whose nodes differ, or share one network port among their GPUs.
+
+The GPUs of a plan are given in its order, each with the node it is in. In a node they meet at a
+switch, which has one port to a network; nodes with bridges have them between neighbours.
+"""
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from calibration.published.rows import Run
+from simcore.cluster import Cluster, Device, Link
+from simcore.profile_store import load_link
+from simcore.units import GB, US
+
+NETWORK = "network"
+SOCKET_LATENCY = 20 * US  # of each of the two hops between nodes over TCP
+
+
+class NodeKind(NamedTuple):
+    """What a node is."""
+
+    device: str  # kind of its devices
+    link: str  # kind of the links to its switch; "; source" after it leads to measured curves
+    port: float  # of the node to the network, bytes/s
+    latency: float = SOCKET_LATENCY  # s of that port
+    per_node: int = 8
+    bridge: str = ""  # kind of the links between the two GPUs of a replica of two
+    is_meshed: bool = False  # whether each pair of nodes has a path of its own, of a port's size
+
+
+class Place(NamedTuple):
+    """Where a GPU of a plan is."""
+
+    kind: NodeKind
+    node: int
+    pair: int = -1  # number of the bridge that it is on; -1 = none
+
+
+# Nodes of Amazon's g4dn.12xlarge have four T4; a TCP stream between two of them carries at most 5
+# Gb/s (AWS, "Amazon EC2 instance network bandwidth": outside a placement group). Paths are between
+# pairs of nodes, as a ring both ways uses two. 0.285 GB/s is what Pollux's rows of BERT on several
+# nodes say; its other three models have no part in it.
+_G4DN = NodeKind("T4-16GB", "PCIe3x16", port=0.285 * GB, per_node=4, is_meshed=True)
+# Gavel's V100 are Amazon p3 instances, its K80 p2's, its P100 Google's: 10 Gb/s a node.
+_P3 = NodeKind("V100-SXM2-16GB", "NVLink2-NVSwitch", port=1.25 * GB)
+_P2 = NodeKind("K80-12GB", "PCIe3x16", port=1.25 * GB)
+_GCP = NodeKind("P100-PCIe-16GB", "PCIe3x16", port=1.25 * GB, per_node=4)
+_ONE_BY_ONE = {
+    ("petuum/adaptdl", "T4"): _G4DN,
+    ("stanford-futuredata/gavel", "V100"): _P3._replace(link="PCIe3x16"),
+    ("stanford-futuredata/gavel", "P100"): _GCP,
+    ("stanford-futuredata/gavel", "K80"): _P2,
+    ("kakaobrain/torchgpipe", "Tesla P40"): NodeKind("P40-24GB", "PCIe3x16", port=1.25 * GB),
+}
+# Sailor's machine at MIT: what `network_coeffs_all_homo.json` of its profiles measured between two
+# nodes of each kind.
+_MIT = {
+    "RTX-2080": NodeKind("RTX-2080Ti-11GB", "PCIe3x16; sailor", port=2.857 * GB),  # has 11 GB
+    "Titan-RTX": NodeKind("Titan-RTX-24GB", "PCIe3x16; sailor", port=2.857 * GB),
+    "RTX-3090": NodeKind(
+        "RTX-3090-24GB", "PCIe4x16; sailor", port=0.1157 * GB, bridge="NVLink3-bridge-4; sailor"
+    ),
+}
+
+
+class _Replica(msgspec.Struct):
+    gpus: list[tuple[str, int]]
+
+
+class _Stage(msgspec.Struct):
+    replicas: list[_Replica]
+
+
+def node_cluster(run: Run) -> Cluster | None:
+    """Returns the cluster of a run, its devices in the order of the plan; None = unknown."""
+    places = _mixed(run) if "+" in run.gpu else _alike(run)
+    return None if places is None or len(places) != run.num_gpus else _cluster(tuple(places))
+
+
+def _alike(run: Run) -> list[Place] | None:
+    """Returns the places of GPUs of one kind: as many on each node as the row says."""
+    kind = _ONE_BY_ONE.get((run.source, run.gpu))
+    if kind is None:
+        return None
+    stated = re.search(r"each node: ([\d+]+)$", run.placement)
+    if stated:
+        counts = [int(count) for count in stated[1].split("+") if count]
+    elif run.placement.startswith("unconsolidated"):
+        counts = [1] * run.num_gpus
+    else:
+        counts = [kind.per_node] * (run.num_gpus // kind.per_node)
+        counts += [rest] if (rest := run.num_gpus % kind.per_node) else []
+    return [Place(kind, node) for node, count in enumerate(counts) for _ in range(count)]
+
+
+def _mixed(run: Run) -> list[Place] | None:
+    """Returns the places of the GPUs that a row of Sailor lists, stage after stage."""
+    try:
+        stages = msgspec.json.decode(run.placement, type=list[_Stage])
+    except msgspec.DecodeError:
+        return None
+    seen: Counter[str] = Counter()
+    places = []
+    gpus = (gpu for stage in stages for each in stage.replicas for gpu in each.gpus)
+    for number, (name, count) in enumerate(gpus):
+        if name not in _MIT:
+            return None
+        kind = _MIT[name]
+        for _ in range(count):
+            node = list(_MIT).index(name) * 1000 + seen[name] // kind.per_node
+            places.append(Place(kind, node, number if count == 2 and kind.bridge else -1))
+            seen[name] += 1
+    return places
+
+
+@functools.lru_cache(maxsize=512)
+def _cluster(places: tuple[Place, ...]) -> Cluster:
+    nodes = list(dict.fromkeys(place.node for place in places))
+    count: Counter[int] = Counter()
+    devices, links = [], []
+    bridged: dict[int, str] = {}
+    for place in places:
+        name = f"n{nodes.index(place.node)}.gpu{count[place.node]}"
+        count[place.node] += 1
+        node = f"node{nodes.index(place.node)}"
+        devices.append(Device.of_kind(name, place.kind.device, node=node))
+        links.append(_link(name, f"{node}.switch", place.kind.link))
+        if place.pair >= 0 and place.pair in bridged:
+            links.append(_link(bridged[place.pair], name, place.kind.bridge))
+        bridged[place.pair] = name
+    kinds = {place.node: place.kind for place in places}
+    switches = [f"node{number}.switch" for number in range(len(nodes))]
+    between = _between(switches, [kinds[node] for node in nodes])
+    links += between
+    if any(link.b == NETWORK for link in between):
+        switches.append(NETWORK)
+    return Cluster(
+        name=f"{len(places)} GPUs on {len(nodes)} nodes",
+        devices=tuple(devices),
+        switches=tuple(switches),
+        links=tuple(links),
+    )
+
+
+def _between(switches: Sequence[str], kinds: Sequence[NodeKind]) -> list[Link]:
+    """Returns the links between nodes."""
+    if len(switches) == 1:
+        return []
+    if kinds[0].is_meshed:
+        return [
+            Link(a, b, "", kinds[0].port, kinds[0].latency)
+            for a, b in itertools.combinations(switches, 2)
+        ]
+    pairs = zip(switches, kinds, strict=True)
+    return [Link(switch, NETWORK, "", kind.port, kind.latency) for switch, kind in pairs]
+
+
+def _link(a: str, b: str, kind: str) -> Link:
+    known = load_link(kind.partition(";")[0])
+    return Link(a, b, kind, known.bandwidth, known.latency)

@@ -1,0 +1,159 @@
+"""How far a simulated step time may be off: draws of what costs may really be, and their deciles.
+
+An op's seconds are uncertain by the standard error of its class in the hardware profile
+(`CostTable.relative_error`). Part of it is the same for all ops of a class on a kind of device, as
+a curve that is too low is so for all of them; the rest is each op's own. Links and the state of the
+machine (clocks, temperature, other users) are one more factor each:
+
+    log(real / simulated) = class + op + link + machine
+
+Ops of one signature are one op here: layers that repeat are wrong in the same way. The shares come
+from residuals that no fit has seen. Of 922 op curves of GPUs that were left out, the bias of a
+curve has 17 % of the variance of its cases; links are those of collectives between nodes; the
+machine's is what repeated runs of one plan in Megatron-LM's tests differ by.
+
+A draw multiplies the seconds of every op and is simulated like any plan. Links act on the part of
+the critical path that is communication, which is exact as long as the path stays the same.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simcore.cluster import Cluster
+from simcore.cost import cost_table, kinds_of
+from simcore.errors import PlanError
+from simcore.graph import OpGraph
+from simcore.job import Job
+from simcore.plan import Plan, Settings
+from simcore.result import Result
+from simcore.simulation import Options, simulate_checked
+
+LEAST_SAMPLES = 10  # for deciles
+DECILES = (0.1, 0.5, 0.9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Standard errors of logarithms, and how they are shared.
+
+    Attributes:
+        shared: part of the variance of an op's error that all ops of its class have in common.
+        link: of communication.
+        machine: of everything at once.
+    """
+
+    shared: float = 0.17
+    link: float = 0.1
+    machine: float = 0.05
+
+
+class Interval(NamedTuple):
+    """Deciles of a step time, s."""
+
+    p10: float
+    p50: float
+    p90: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """What is drawn.
+
+    Attributes:
+        samples: how many times; each draw is simulated.
+        seed: of the draws.
+        spread: of the errors.
+    """
+
+    samples: int
+    seed: int = 0
+    spread: Spread = Spread()
+
+
+def sampled(
+    graph: OpGraph,
+    cluster: Cluster,
+    job: Job,
+    plan: Plan,
+    draws: Draws,
+    *,
+    settings: Settings | None = None,
+) -> Interval:
+    """Returns the deciles of the step time of a plan.
+
+    Args:
+        graph: the graph the plan is for.
+        cluster: the cluster it is for.
+        job: the job it is for.
+        plan: a plan that `simulate` takes.
+        draws: how many, and of what.
+        settings: how to simulate; None = as the plan says.
+
+    Raises:
+        PlanError: fewer than ten samples, or a plan that cannot be simulated.
+    """
+    samples, spread = draws.samples, draws.spread
+    if samples < LEAST_SAMPLES:
+        raise PlanError(f"deciles need at least {LEAST_SAMPLES} samples, not {samples}")
+    random = np.random.default_rng(draws.seed)
+    options = Options.of(plan, settings)
+    error = _relative_errors(graph, cluster, job)
+    seconds = np.empty(samples)
+    for number in range(samples):
+        scale = draw_scales(graph, error, spread, random)
+        result = simulate_checked(graph, cluster, job, plan, _with_scale(options, scale))
+        link, machine = random.normal(size=2) * (spread.link, spread.machine)
+        exposed = communication_share(result)
+        seconds[number] = result.step_time * (1 + exposed * np.expm1(link)) * np.exp(machine)
+    p10, p50, p90 = (float(value) for value in np.quantile(seconds, DECILES))
+    return Interval(p10, p50, p90, samples)
+
+
+def draw_scales(
+    graph: OpGraph,
+    relative_error: NDArray[np.float64],
+    spread: Spread,
+    random: np.random.Generator,
+) -> NDArray[np.float64]:
+    """Returns what the seconds of each op are multiplied by in one draw, [op, kind].
+
+    Args:
+        graph: the graph.
+        relative_error: standard error / seconds, [op, kind].
+        spread: how errors are shared.
+        random: drawn from, in a fixed order.
+    """
+    classes = int(graph.op_class.max()) + 1
+    together = random.normal(size=(classes, relative_error.shape[1]))[graph.op_class]
+    own = np.where(graph.signature >= 0, graph.signature, len(graph.signatures))
+    alone = random.normal(size=(len(graph.signatures) + 1, relative_error.shape[1]))[own]
+    mixed = np.sqrt(spread.shared) * together + np.sqrt(1 - spread.shared) * alone
+    scales: NDArray[np.float64] = np.exp(np.log1p(relative_error) * mixed)
+    return scales
+
+
+def communication_share(result: Result) -> float:
+    """Returns the part of the step in which the critical path waits for communication."""
+    if not result.step_time:
+        return 0.0
+    waits = (s.end - s.start for s in result.critical_path if s.kind in ("transfer", "collective"))
+    return min(1.0, sum(waits) / result.step_time)
+
+
+def _with_scale(options: Options, scale: NDArray[np.float64]) -> Options:
+    return Options(
+        settings=options.settings,
+        reserve_memory=options.reserve_memory,
+        priorities=options.priorities,
+        scale=scale,
+    )
+
+
+def _relative_errors(graph: OpGraph, cluster: Cluster, job: Job) -> NDArray[np.float64]:
+    """Returns the standard errors of the ops of one copy, [op, kind]."""
+    found: NDArray[np.float64] = cost_table(graph, job, kinds_of(cluster), (None,)).relative_error
+    return found
