@@ -73,7 +73,7 @@ class Why(NamedTuple):
 
     @property
     def margin(self) -> float | None:
-        """How much longer the runner-up takes, relative; below 0 within the model's error."""
+        """How much longer the runner-up takes, relative; below 0 where it is faster."""
         if self.runner_up is None or not self.winner.step_time_s:
             return None
         return self.runner_up.step_time_s / self.winner.step_time_s - 1.0
@@ -114,9 +114,13 @@ class Why(NamedTuple):
         if self.runner_up is None:
             return f"No other strategy fits: {_listed(self.others)}." if self.others else ""
         other, margin = self.runner_up, self.margin or 0.0
-        text = f"{self.winner.strategy} wins: {self.winner.words()}. "
-        text += f"Runner-up {other.strategy} takes {format_seconds(other.step_time_s)}"
-        text += f" ({_compared(margin)}): {other.words()}."
+        if margin < -MODEL_ERROR:  # a strategy was asked for, and another is faster
+            text = f"{self.winner.strategy}: {self.winner.words()}. "
+            text += f"Faster is {other.strategy}, which takes"
+        else:
+            text = f"{self.winner.strategy} wins: {self.winner.words()}. "
+            text += f"Runner-up {other.strategy} takes"
+        text += f" {format_seconds(other.step_time_s)} ({_compared(margin)}): {other.words()}."
         if margin > 0 and self.because is not None:
             gain = format_seconds(self.gains[self.because])
             text += f" What decides: {CAUSES[self.because]} ({gain})."
@@ -124,6 +128,8 @@ class Why(NamedTuple):
 
 
 def _compared(margin: float) -> str:
+    if margin < -MODEL_ERROR:
+        return f"{-margin:.1%} less"
     if margin < 0:
         return f"{-margin:.1%} faster, less than the model's error of {MODEL_ERROR:.0%}"
     return f"{margin:.1%} slower"

@@ -21,6 +21,7 @@ from agents.portfolio import PortfolioResult, Progress
 from simcore import Cluster, Job, OpGraph, Problem, simulate
 from simcore.cluster import Device, Link
 from simcore.errors import InfeasibleError
+from simcore.plan_summary import MODEL_ERROR
 from simcore.units import GiB
 from tests.test_pipeline_planners import FAST, FREE, layers, space_of
 from tests.test_planners import GPU, OTHER, mesh
@@ -238,6 +239,20 @@ def test_memory_is_the_reason_where_nothing_else_fits() -> None:
     assert found.why.because == "memory"
     assert "No other strategy fits" in found.why.words()
     assert found.why.record()["runner_up"] is None
+
+
+def test_a_strategy_that_was_asked_for_does_not_win_over_a_faster_one() -> None:
+    """Stages send 8 GB at 1 GB/s; one GPU alone sends nothing."""
+    graph = layers([1e-2] * 4, parameters=4, activation=2_000_000_000)
+    found = find(graph, mesh(GPU, GPU), strategy="pipeline", evaluations=100)
+    assert found.why is not None
+    assert found.why.margin is not None
+    assert found.why.margin < -MODEL_ERROR
+    text = found.why.words()
+    assert f"Faster is single_device, which takes 40 ms ({-found.why.margin:.1%} less)" in text
+    assert "wins" not in text
+    assert "model's error" not in text
+    assert "decides" not in text
 
 
 def test_copies_that_win_are_explained_too() -> None:
