@@ -34,12 +34,14 @@ def learners_of(args: argparse.Namespace) -> tuple[Any, ...]:
     """Returns the planners that the options ask for.
 
     Raises:
-        UsageError: options without ``--agent``, or no such checkpoint.
+        UsageError: options without ``--agent``, no such checkpoint, or no placements to propose.
     """
     if args.agent is None:
         if args.checkpoint is not None or args.zero_shot:
             raise UsageError("--checkpoint and --zero-shot need --agent")
         return ()
+    if args.strategy in {"pipeline", "sharding"}:
+        raise UsageError(f"--agent proposes placements; --strategy {args.strategy} has none")
     path = args.checkpoint or SHIPPED / f"{args.agent}.pt"
     if not path.is_file():
         raise UsageError(f"--agent {args.agent}: there is no checkpoint {path} (--checkpoint)")

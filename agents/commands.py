@@ -67,8 +67,8 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         "--strategy",
         choices=("auto", "placement", "pipeline", "sharding"),
         default="auto",
-        help="placement: a device for every op; pipeline: stages that work on microbatches; auto: "
-        "both, and copies of the model (auto)",
+        help="placement: a device for every op; pipeline: stages that work on microbatches; "
+        "sharding: ops split over devices; auto: all of these, and copies of the model (auto)",
     )
     budget = group.add_mutually_exclusive_group()
     budget.add_argument(
@@ -157,10 +157,12 @@ def _demands(args: argparse.Namespace) -> Demands:
     from agents.planners.pipeline_layouts import Demands
     from agents.planners.pipeline_plans import CHANGES
 
-    if args.strategy == "placement":
+    if args.strategy in {"placement", "sharding"}:
         for flag in ("microbatches", "schedule"):
             if getattr(args, flag) is not None:
-                raise UsageError(f"--{flag} is about pipelines; --strategy placement has none")
+                raise UsageError(
+                    f"--{flag} is about pipelines; --strategy {args.strategy} has none"
+                )
     return Demands(
         microbatches=args.microbatches,
         schedule=args.schedule,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from agents.planners.compiled_clock import search_clock
 from agents.planners.constraints import resolve_limits
 from agents.planners.pipeline_layouts import ANYTHING, Demands
 from agents.planners.pipeline_plans import check_demands
@@ -81,7 +82,7 @@ def plan(  # noqa: PLR0913 - what a user decides
     space = PlacementSpace.build(problem, pins=limits.pins, exclude=limits.exclude)
     space.evaluate(space.default[None])  # compiles, before the clock starts
     seconds = None if evaluations is not None else budget_seconds
-    budget = Budget(seconds, evaluations)
+    budget = Budget(seconds, evaluations, clock=search_clock)
     search = Search(space, constraints, (strategy, demands), budget, progress, tuple(learners))
     search.run(seed)
     return answer(search, seed)

@@ -92,8 +92,15 @@ def _contenders(search: Search) -> dict[str, float]:
     copies = None if search.copies is None else search.copies.best
     sharded = None if search.shardings is None else search.shardings.best
     times[DATA_PARALLEL] = None if copies is None else copies.result.step_time
-    times[SHARDING] = None if sharded is None else sharded.step_time
+    if sharded is not None and not (copies is not None and _is_copies(sharded.plan)):
+        times[SHARDING] = sharded.step_time
     return {name: time for name, time in times.items() if time is not None}
+
+
+def _is_copies(plan: Plan) -> bool:
+    """Returns whether nothing is split but the samples."""
+    is_whole = len(plan.stages) == 1 and not plan.stages[0].sharding
+    return is_whole and plan.microbatches == 1 and plan.optimizer_sharding == 0
 
 
 def _rerun(search: Search, name: str) -> Result:

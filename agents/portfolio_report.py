@@ -1,5 +1,7 @@
 """What a search says beside its plan: each strategy on its own, and why nothing fits."""
 
+import math
+
 from agents.planners.data_parallel import DataParallel
 from agents.planners.single_device import CpuOnly, SingleDevice
 from agents.planners.space import Planner
@@ -48,9 +50,9 @@ def _pipeline_baseline(search: Search) -> tuple[float | None, str]:
     if search.pipelines is None:
         return None, _why_not_run(search)
     found = search.pipelines.best
-    if found is None and search.pipelines.is_untried:
-        least = format_seconds(search.pipelines.least)
-        return None, f"not run: it would take at least {least}"
+    least = search.pipelines.least
+    if found is None and search.pipelines.is_untried and math.isfinite(least):
+        return None, f"not run: it would take at least {format_seconds(least)}"
     return None if found is None else found.step_time, search.pipelines.note
 
 
@@ -72,6 +74,8 @@ def _why_none(search: Search, planner: Planner) -> str:
             return "the pins keep the model from being on one GPU alone"
         return "no GPU can run every op"
     if planner.name not in search.finished:
+        if planner in search.learners and search.is_settled() and not search.interrupted:
+            return "not run: no placement can be faster than the best plan"
         return _why_not_run(search)
     return "has no legal placement to propose"
 

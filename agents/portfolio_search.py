@@ -112,8 +112,10 @@ class Search:
         return self.recorder.best is None and self.recorder.nearest is None
 
     def _run(self, planner: Planner, rng: np.random.Generator) -> None:
-        is_baseline, is_improver = planner in BASELINES, planner in (*IMPROVERS, *self.learners)
-        if is_baseline or (self.budget.left() and not (is_improver and self._is_settled())):
+        is_improver = planner in (*IMPROVERS, *self.learners)
+        is_last_resort = isinstance(planner, CpuOnly) and self.recorder.best is None
+        is_baseline = planner in BASELINES or is_last_resort
+        if is_baseline or (self.budget.left() and not (is_improver and self.is_settled())):
             self.stage, self.is_improving = planner.name, is_improver
             own = Budget(parent=None if is_baseline else self.budget)
             if is_improver:
@@ -151,7 +153,7 @@ class Search:
         if is_only or winner is None or winner[1] > self.pipelines.least:
             self.pipelines.run(self.budget.part(1.0 if is_only else PIPELINE_SHARE))
         winner = self.winner()
-        if winner is not None and winner[0] == PIPELINE and self._is_settled():
+        if winner is not None and winner[0] == PIPELINE and self.is_settled():
             self.pipelines.run(self.budget.part(1.0))  # nothing else can be better
 
     def _run_shardings(self) -> None:
@@ -177,7 +179,7 @@ class Search:
 
     def _note(self, recorder: Recorder, budget: Budget) -> None:
         """Tells the listener where the search stands, and ends it where nothing better exists."""
-        if self.is_improving and self._is_settled():
+        if self.is_improving and self.is_settled():
             budget.stop()
         if self.listener is not None:
             winner = self.winner()
@@ -192,7 +194,7 @@ class Search:
                 )
             )
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether the best plan is as fast as any placement can be."""
         winner = self.winner()
         return winner is not None and winner[1] <= self.placement_bound * (1 + 1e-9)

@@ -53,8 +53,9 @@ class Use:
 
     def words(self) -> str:
         """Says it."""
+        working = "1 device computes" if self.devices == 1 else f"{self.devices} devices compute"
         parts = [
-            f"{self.devices} devices compute {self.compute:.0%} of the time",
+            f"{working} {self.compute:.0%} of the time",
             f"bubble {self.bubble:.0%}",
             f"exposed communication {self.communication:.0%}",
         ]

@@ -157,8 +157,9 @@ def _priced(
         rent: of the memory of each of its devices, [kind].
     """
     scale = max(float((price * kinds.devices).sum()), 1e-300)
-    total = kinds.seconds * price + kinds.memory[:, None] * rent
-    total = np.where(np.isfinite(kinds.seconds), total, np.inf)
+    may = np.isfinite(kinds.seconds)
+    total = np.where(may, kinds.seconds, 0.0) * price + kinds.memory[:, None] * rent
+    total = np.where(may, total, np.inf)
     choice = total.argmin(axis=1)
     rows = np.arange(len(choice))
     value = float(total[rows, choice].sum()) - float(np.sum(rent * kinds.room * kinds.devices))

@@ -234,7 +234,7 @@ def _pairs(names: tuple[str, ...], values: NDArray[np.float64]) -> dict[str, dic
 
 
 def _show_cluster(data: Row) -> None:
-    print(f"{data['name']}: {data['description']}")
+    print(f"{data['name']}: {data['description']}".removesuffix(": "))
     show_table(
         ["device", "kind", "node", "memory"],
         [[d["name"], d["kind"], d["node"], f"{d['memory_GiB']:g} GiB"] for d in data["devices"]],
@@ -290,7 +290,7 @@ def add_simulate(subparsers: Subparsers) -> None:
         "--samples",
         type=whole_number,
         metavar="N",
-        help="simulate also N draws of what costs may really be, and say the deciles of the step",
+        help="simulate also N (10 or more) draws of what costs may be, and say the step's deciles",
     )
     parser.add_argument(
         "--faster",

@@ -51,7 +51,8 @@ LIKE = ("placeto",)  # keys of simcore.plan.LIKE, which is heavy to import
 MODEL_HELP = (
     "a model by name (placewright graph --list shows them), a factory of your own "
     "(package.module:function, which returns a module and example inputs), or a graph file: "
-    "PipeDream graph.txt, dnn-partitioning JSON or placewright's own JSON"
+    "PipeDream graph.txt, dnn-partitioning JSON, HLO or StableHLO text, ONNX or placewright's own "
+    "JSON"
 )
 
 

@@ -23,6 +23,7 @@ Row = dict[str, Any]  # what the command line prints as JSON; the unit is in the
 EQUAL = 0.01  # relative; times that differ by less are called equal in words
 MODEL_ERROR = 0.03  # relative; a gain of less may not be there on the real machine
 _SIMPLE = ("single_device", "data_parallel")
+_UNKNOWN = "not known: the plan file does not say"
 
 
 def describe_job(job: Job) -> str:
@@ -55,7 +56,7 @@ def plan_record(
     notes = dict(origin.baseline_notes) if origin is not None else {}
     for name in _SIMPLE:
         if baselines.setdefault(name, None) is None:
-            notes.setdefault(name, "not known: the plan file does not say")
+            notes.setdefault(name, _UNKNOWN)
     return {
         "feasible": result.feasible,
         "step_time_s": result.step_time,
@@ -146,7 +147,7 @@ def _explain_copies(
     single = baselines.get("single_device")
     if single is not None and result.step_time:
         return f"{text} {single / result.step_time:.2f} times as fast as one GPU."
-    return f"{text} One GPU alone {_cannot(notes)}."
+    return " ".join([text, *_cannot(notes)])
 
 
 def _buckets(plan: Plan) -> str:
@@ -193,14 +194,12 @@ def _explain_spread(
     alike = len({use.kind for use in used}) == 1
     one = single if single is not None else sum(use.busy for use in used) if alike else None
     at_once = sum(use.busy for use in used) / step if step else 0.0
-    sentences = []
-    if single is None and "single_device" in notes:
-        sentences.append(f"One GPU alone {_cannot(notes)}.")
+    sentences = _cannot(notes) if single is None and "single_device" in notes else []
     share = f"{at_once:.2f} of {len(used)} devices compute at a time"
     if one is not None and step >= one * (1.0 - EQUAL):
         sentences.append(f"This is no faster than one GPU; use it only to fit: {share}.")
     elif one is not None:
-        would = " would be, if it had the memory" if single is None else ""
+        would = " would be, if it had the memory" if sentences else ""
         sentences.append(f"It is {one / step:.2f} times as fast as one GPU{would}: {share}.")
     else:
         sentences.append(f"The model is spread over {len(used)} devices: {share}.")
@@ -220,8 +219,10 @@ def _tied(step: float, baselines: Mapping[str, float | None]) -> list[str]:
     return []
 
 
-def _cannot(notes: Mapping[str, str]) -> str:
-    return f"cannot do it: {notes.get('single_device', 'no GPU can run it all')}"
+def _cannot(notes: Mapping[str, str]) -> list[str]:
+    """Returns why one GPU is not enough, in a sentence; none where that is not known."""
+    reason = notes.get("single_device", "no GPU can run it all")
+    return [] if reason == _UNKNOWN else [f"One GPU alone cannot do it: {reason}."]
 
 
 def print_plan(console: Console, record: Row) -> None:
@@ -251,7 +252,9 @@ def print_headline(console: Console, record: Row) -> None:
     """Prints what is planned, how fast it is and why."""
     job, step = record["job"]["name"], record["step_time_s"]
     rate = record["throughput_samples_per_s"]
-    speed = f"{format_seconds(step)} a step" + ("" if rate is None else f", {rate:.4g} samples/s")
+    speed = f"{format_seconds(step)} a step"
+    if rate is not None:
+        speed += f", {rate:,.0f} samples/s" if rate >= 1000 else f", {rate:.4g} samples/s"
     if not record["feasible"]:
         speed = f"does not fit ({speed} if it did)"
     title = Text(f"{record['graph']['name']} ({job}) on {record['cluster']['name']}: ")

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from simcore.cluster import Cluster
 from simcore.cost import cost_table, kinds_of
-from simcore.errors import PlanError
+from simcore.errors import UsageError
 from simcore.graph import OpGraph
 from simcore.job import Job
 from simcore.plan import Plan, Settings
@@ -94,11 +94,12 @@ def sampled(
         settings: how to simulate; None = as the plan says.
 
     Raises:
-        PlanError: fewer than ten samples, or a plan that cannot be simulated.
+        UsageError: fewer than ten samples.
+        PlanError: a plan that cannot be simulated.
     """
     samples, spread = draws.samples, draws.spread
     if samples < LEAST_SAMPLES:
-        raise PlanError(f"deciles need at least {LEAST_SAMPLES} samples, not {samples}")
+        raise UsageError(f"deciles need at least {LEAST_SAMPLES} samples, not {samples}")
     random = np.random.default_rng(draws.seed)
     options = Options.of(plan, settings)
     error = _relative_errors(graph, cluster, job)

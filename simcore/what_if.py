@@ -158,16 +158,19 @@ def change_rows(run: Run, questions: Sequence[str], *, usual: bool) -> list[dict
 
 
 def _read_question(question: str) -> tuple[str, float]:
-    name, separator, text = question.rpartition("=")
+    before, separator, text = question.rpartition("=")
+    name = (before if separator else text).strip()
+    if not name:
+        raise UsageError(f"{question!r} names nothing that could be faster")
     if not separator:
-        return question.strip(), FASTER
+        return name, FASTER
     try:
         times = float(text)
     except ValueError:
         times = math.nan
     if not 0.0 < times < math.inf:
         raise UsageError(f"{question!r}: {text!r} is no positive number of times")
-    return name.strip(), times
+    return name, times
 
 
 def _links_of(cluster: Cluster, name: str) -> list[int]:
@@ -184,11 +187,11 @@ def _scale(task: _Task, name: str, times: float) -> NDArray[np.float64]:
     """Returns what ops take, [op, kind], with a device kind, a stage, a module or an op faster."""
     graph, kinds = task.graph, kinds_of(task.cluster)
     scale = np.ones((graph.num_ops, len(kinds)))
-    stages = [stage.name for stage in task.plan.stages]
+    stages = [stage.name for stage in task.plan.stages if len(task.plan.stages) > 1]
     if name in kinds:
         scale[:, kinds.index(name)] = 1.0 / times
         return scale
-    if len(stages) > 1 and name in stages:
+    if name in stages:
         here = stage_of_units(task.plan, graph)[graph.unit] == stages.index(name)
     else:
         modules = zip(graph.op_names, graph.op_modules, strict=True)
@@ -196,7 +199,7 @@ def _scale(task: _Task, name: str, times: float) -> NDArray[np.float64]:
     if not here.any():
         links = [name for link in task.cluster.links for name in (link.kind, f"{link.a}-{link.b}")]
         known = [*filter(None, links), *kinds, *stages, *graph.op_modules, *graph.op_names]
-        near = difflib.get_close_matches(name, dict.fromkeys(known), 3)
+        near = difflib.get_close_matches(name, dict.fromkeys(known), 3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(
             f"{name!r} is no link, kind of link or device, stage, module or op of this plan{hint}"

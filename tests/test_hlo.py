@@ -153,6 +153,14 @@ def test_a_step_that_returns_no_parameters_is_refused() -> None:
         read(text.replace(" subtract(", " power(", 1).replace("subtract(p", "dot(p"))
 
 
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.suffix)
+def test_line_ends_of_windows_and_sizes_that_are_huge_or_zero_are_read(path: Path) -> None:
+    text = path.read_text()
+    assert read(text.replace("\n", "\r\n"))[0].content_hash() == read(text)[0].content_hash()
+    assert read(text.replace("64", "1000000007"))[0].num_ops == read(text)[0].num_ops
+    assert read(text.replace("[8,", "[0,"))[0].num_ops
+
+
 @given(st.text(max_size=300))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for head in ("HloModule m\n", "module @m {\n func.func public @main() {\n stablehlo."):

@@ -154,6 +154,12 @@ def test_an_op_that_is_not_known_is_named_with_its_node(load: Any) -> None:
         load(onnx_models.one_node("Gemm", (4, 8), (9, 5)))
 
 
+def test_a_sequence_length_that_no_input_has_is_refused(load: Any) -> None:
+    model = onnx_models.one_node("Gemm", (4, 8), (8, 5))
+    with pytest.raises(JobError, match=r"m\.onnx: no input has a sequence length that is open"):
+        load(model, sequence_length=3)
+
+
 def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
     path = onnx_models.save(onnx_models.attention(4), tmp_path / "m.onnx")
     content = path.read_bytes()

@@ -171,6 +171,13 @@ def test_what_does_not_fit_the_fast_device_runs_on_the_slow_one() -> None:
     assert 20.0 < bound <= placement_bound(problem) <= 40.0
 
 
+def test_short_memory_and_a_device_that_is_not_allowed_go_together() -> None:
+    problem = memory_problem(holders([9, 9]), (KINDS[0], KINDS[3]), (1.0, 20.0))
+    allowed = problem.supported.copy()
+    allowed[0, 0] = False  # the first runs on the host, the other fits the GPU
+    assert placement_bound(problem, allowed) == pytest.approx(20.0)
+
+
 def test_what_fits_no_device_has_no_plan() -> None:
     problem = memory_problem(holders([40]), KINDS[:2], (1.0, 1.0))
     assert best_of_all(problem) == np.inf

@@ -23,6 +23,7 @@ from simcore.cluster import Device, Link
 from simcore.errors import InfeasibleError
 from simcore.plan_summary import MODEL_ERROR
 from simcore.units import GiB
+from tests.running import graph_of
 from tests.test_pipeline_planners import FAST, FREE, layers, space_of
 from tests.test_planners import GPU, OTHER, mesh
 from tests.test_stage_dag import branches
@@ -242,17 +243,26 @@ def test_memory_is_the_reason_where_nothing_else_fits() -> None:
 
 
 def test_a_strategy_that_was_asked_for_does_not_win_over_a_faster_one() -> None:
-    """Stages send 8 GB at 1 GB/s; one GPU alone sends nothing."""
+    """Stages send gigabytes to one another; copies of the model send next to nothing."""
     graph = layers([1e-2] * 4, parameters=4, activation=2_000_000_000)
     found = find(graph, mesh(GPU, GPU), strategy="pipeline", evaluations=100)
     assert found.why is not None
     assert found.why.margin is not None
     assert found.why.margin < -MODEL_ERROR
     text = found.why.words()
-    assert f"Faster is single_device, which takes 40 ms ({-found.why.margin:.1%} less)" in text
+    assert "Faster is data_parallel, which takes" in text
+    assert f"({-found.why.margin:.1%} less)" in text
     assert "wins" not in text
     assert "model's error" not in text
     assert "decides" not in text
+
+
+def test_no_pipeline_with_a_part_on_the_cpu_is_said_without_a_time() -> None:
+    graph, job = graph_of("skip")
+    cluster = Cluster.preset("4xV100-NVLink")
+    found = portfolio.plan(graph, cluster, job, evaluations=50, pins={"first": "cpu0"})
+    assert found.baselines["pipeline"] is None
+    assert found.notes["pipeline"] == "no cut of the model into stages can be run"
 
 
 def test_copies_that_win_are_explained_too() -> None:

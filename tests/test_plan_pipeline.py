@@ -208,6 +208,8 @@ def test_nothing_asynchronous_is_chosen_unasked(
         (["--allow", "everything"], 2, "invalid choice"),
         (["--strategy", "placement", "--schedule", "gpipe"], 2, "is about pipelines"),
         (["--strategy", "placement", "--microbatches", "4"], 2, "is about pipelines"),
+        (["--strategy", "sharding", "--microbatches", "4"], 2, "is about pipelines"),
+        (["--agent", "mars"], 2, "--agent proposes placements; --strategy pipeline has none"),
         (["--schedule", "interleaved", "--microbatches", "1"], 1, "no pipeline of layers"),
         (["--exclude", "gpu0", "--exclude", "gpu1", "--exclude", "gpu2"], 1, "needs two GPUs"),
     ],

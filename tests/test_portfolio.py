@@ -3,12 +3,14 @@
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from agents import portfolio
 from agents.portfolio import PortfolioResult, Progress
 from simcore import Cluster, GraphBuilder, Job, OpGraph, Plan, Settings, simulate
 from simcore.cluster import Device, Link
 from simcore.errors import InfeasibleError, PlanError, UsageError
+from simcore.frontends.torch_capture import capture
 from simcore.graph import OpClass, Out, Phase, Role
 from simcore.plan_summary import plan_record
 from simcore.units import GiB
@@ -292,6 +294,15 @@ def test_parameters_beyond_all_memory_are_said_to_be() -> None:
     )
 
 
+def test_the_cpu_is_tried_before_nothing_fits_whatever_the_budget() -> None:
+    graph = capture(torch.nn.Linear(4096, 4096), torch.zeros(4, 4096), name="wide")
+    devices = (Device("gpu", GPU, "n", 500 * 2**20), Device("cpu", CPU, "n", 64 * GiB))
+    cluster = Cluster(name="small", devices=devices, links=(Link("gpu", "cpu", "", 1e9, 0.0),))
+    found = find(graph, cluster, Job(batch=4), evaluations=1)
+    assert found.feasible
+    assert found.plan.stages[0].devices == ("cpu",)
+
+
 def test_no_legal_placement_is_an_error() -> None:
     apart = Cluster(name="apart", devices=(Device("a", GPU, "n", GiB), Device("b", GPU, "n", GiB)))
     with pytest.raises(InfeasibleError, match="no route"):
@@ -365,3 +376,27 @@ def test_a_plan_round_trips_through_its_file(tmp_path: pytest.TempPathFactory) -
     plan = find(graph, cluster).plan
     plan.save(f"{tmp_path}/plan.json")
     assert Plan.load(f"{tmp_path}/plan.json") == plan
+
+
+def test_copies_of_the_model_are_no_runner_up_to_themselves() -> None:
+    """The fastest known way to shard a small convolution net is by samples only."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Flatten(1))
+    graph = capture(net, torch.zeros(64, 3, 64, 64), name="convolution")
+    found = find(graph, Cluster.preset("4xV100-NVLink"), Job(batch=64), evaluations=100)
+    assert found.plan.provenance is not None
+    assert found.plan.provenance.strategy == "data_parallel"
+    assert found.notes["sharding"] == "dp 4"
+    assert found.why is not None
+    assert found.why.runner_up is not None
+    assert found.why.runner_up.strategy != "sharding"
+    assert "1 device computes" in found.why.words()
+
+
+def test_nothing_is_said_of_one_gpu_where_the_plan_does_not_say() -> None:
+    graph, cluster = chain([1.0] * 3), mesh(GPU, GPU)
+    plan = Plan.from_placement(graph, cluster, SGD, [0, 0, 1])
+    result = simulate(graph, cluster, SGD, plan)
+    record = plan_record(graph, cluster, SGD, plan, result, 0.0)
+    assert "One GPU alone" not in record["explanation"]
+    assert "if it had the memory" not in record["explanation"]
+    assert record["baseline_notes"]["single_device"] == "not known: the plan file does not say"

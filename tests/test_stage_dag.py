@@ -9,11 +9,14 @@ from agents.pipelines.nodes import NodeGraph
 from agents.pipelines.plans import Simulator
 from agents.planners.pipeline_layouts import Demands
 from agents.planners.recorder import Budget
+from agents.planners.space import PlacementSpace
 from agents.planners.stage_dag import StageDagSearch
 from agents.planners.stage_dag_orders import device_orders, node_orders
 from agents.planners.stage_dag_plans import plan_stage_dag
-from simcore import GraphBuilder, OpGraph, simulate
+from simcore import Cluster, GraphBuilder, OpGraph, Problem, simulate
 from simcore.graph import Out, Phase
+from simcore.sources import load_graph
+from simcore.stages import stage_edges
 from simcore.units import GiB
 from tests.test_pipeline_planners import FAST, FREE, layers, space_of
 from tests.test_planners import GPU, OTHER, mesh
@@ -143,3 +146,13 @@ def test_a_model_without_pipelines_is_told_why() -> None:
     found = plan_stage_dag(space, Demands(microbatches=3), Budget(evaluations=5))
     assert found.plan is None
     assert "no pipeline" in found.note
+
+
+def test_nodes_know_every_edge_that_gradients_go_along() -> None:
+    """GNMT sends gradients of its attention past nodes that only hand activations on."""
+    graph, job, _ = load_graph("gnmt-4", {"sequence_length": 4})
+    space = PlacementSpace.build(Problem.build(graph, Cluster.preset("4xP100-PCIe"), job))
+    nodes = NodeGraph.build(space)
+    assert set(nodes.edges) > set(stage_edges(graph, nodes.node))
+    assert nodes.edges == nodes.at(32).edges
+    assert len(nodes.costs(32).sent) == len(nodes.edges)

@@ -9,7 +9,7 @@ import pytest
 
 from simcore.cli import main
 from simcore.cluster import Cluster
-from simcore.errors import PlanError
+from simcore.errors import UsageError
 from simcore.graph import OpGraph
 from simcore.graph_file import write_graph
 from simcore.job import Job
@@ -107,7 +107,7 @@ def test_no_error_is_no_draw(graph: OpGraph) -> None:
 
 
 def test_deciles_need_ten_samples(graph: OpGraph, cluster: Cluster, plan: Plan) -> None:
-    with pytest.raises(PlanError, match="at least 10 samples, not 3"):
+    with pytest.raises(UsageError, match="at least 10 samples, not 3"):
         deciles(graph, cluster, plan, samples=3)
 
 

@@ -105,9 +105,13 @@ def test_a_change_can_be_named(question: str, saved: float) -> None:
     [
         ("c", "no link, kind of link or device, stage, module or op"),
         ("V100-SXM2-32GB", "did you mean V100-SXM2-16GB"),
+        ("d0-d1", "did you mean d0-hub"),
         ("a=fast", "'fast' is no positive number"),
         ("a=0", "'0' is no positive number"),
         ("a=inf", "'inf' is no positive number"),
+        ("stage0", "of this plan$"),  # the only one: no hint to what is no answer
+        ("=2", "names nothing"),
+        (" ", "names nothing"),
     ],
 )
 def test_what_is_not_there_cannot_be_faster(question: str, reason: str) -> None:

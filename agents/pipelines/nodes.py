@@ -20,7 +20,8 @@ from agents.planners.pipeline_cuts import stages_at
 from agents.planners.space import PlacementSpace
 from simcore.graph import Phase
 from simcore.schedule import Edges
-from simcore.stages import StageTables, check_stages, stage_edges, stage_tables
+from simcore.stage_cut import cut_graph
+from simcore.stages import StageTables, stage_edges, stage_tables
 
 MAX_NODES = 40  # a decision each
 _OFF_LINE = 4.0  # how much heavier a pair counts that is no part of a line
@@ -49,7 +50,8 @@ class NodeGraph:
     Attributes:
         chain: the units in a line, with costs by samples.
         node: node of every unit, int32 [unit].
-        edges: pairs of nodes of which the second reads what the first makes, in order.
+        edges: pairs of nodes of which the second reads what the first makes, or sends gradients
+            straight back to it, in order.
         allowed: devices that all units of a node may be on, [node, dev].
     """
 
@@ -79,10 +81,10 @@ class NodeGraph:
         may = may[:, list(space.devices)]
         group = _joined(may, stage_edges(graph, segment), weight, most)
         node = group[segment].astype(np.int32)
-        check_stages(graph, node)
+        edges = cut_graph(graph, node).edges
         allowed = np.ones((int(node.max()) + 1, space.num_devices), np.bool_)
         np.logical_and.at(allowed, node, space.allowed)
-        return cls(chain=chain, node=node, edges=stage_edges(graph, node), allowed=allowed)
+        return cls(chain=chain, node=node, edges=edges, allowed=allowed)
 
     @property
     def space(self) -> PlacementSpace:

@@ -93,9 +93,11 @@ def _bound(chain: Chain, copies: int, rounds: int, asynchronous: bool) -> float:
     seconds, once = seconds_of_ops(chain, problem.job.batch // rounds // copies)
     work, update = work_of_units(chain, seconds, once)
     whole = (rounds * copies * work + update)[:, list(space.devices)]
-    load = np.where(np.isfinite(whole), whole, 0.0).sum(axis=0)
+    may = np.isfinite(whole)
+    finite = np.where(may, whole, 0.0)
+    load = finite.sum(axis=0)
     weight = np.where(load > 0, 1.0 / np.maximum(load, 1e-300), 0.0)
-    weighted = np.where(np.isfinite(whole), whole * weight / (weight.sum() or 1.0), np.inf)
+    weighted = np.where(may, finite * weight / (weight.sum() or 1.0), np.inf)
     bounds = [
         float(weighted.min(axis=1).sum()),
         float((whole / copies).min(axis=1).max()),

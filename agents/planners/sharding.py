@@ -115,7 +115,7 @@ class Shardings:
     def run(self, budget: Budget) -> None:
         """Simulates one way after another, until the budget is spent."""
         if self.space.problem.graph.loops is None:
-            self.note = "only captured models can be sharded"
+            self.note = "only models, HLO and ONNX can be sharded, not a file of measured seconds"
             return
         if len(self.devices) < 2:
             self.note = "needs two GPUs that can run the whole model"

@@ -34,6 +34,7 @@ def decode_step(text: str, source: str) -> tuple[OpGraph, Job]:
     Raises:
         GraphError: the text breaks its grammar, or is no training step; names file, line and op.
     """
+    text = text.replace("\r\n", "\n")
     if _HLO.match(text):
         program = decode_hlo(text, source)
     elif _DIALECTS.search(text):

@@ -101,7 +101,7 @@ def reshaped(
     left: list[list[Part]] = [[] for _ in before]
     right: list[list[Part]] = [[] for _ in after]
     rest, other = [*map(int, before)], [*map(int, after)]
-    elements = prod(rest)
+    elements = prod(rest) * prod(other)
     i = j = count = 0
     while i < len(before) and j < len(after) and elements:
         if rest[i] == 1:

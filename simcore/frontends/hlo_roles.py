@@ -260,6 +260,8 @@ def unstacked(step: Step, links: Links, update: Update, dropped: set[int]) -> Up
     held = update.parameter
     layers = (*step.values[held].shape, 0)[0]
     readers = [number for number in links.users[held] if number not in dropped]
+    if not 2 <= layers <= len(readers):  # no list of all rows: an embedding has millions
+        return update
     values: dict[int, list[int]] = {layer: [] for layer in range(layers)}
     for number in readers:
         layer = _layer(step, number, held)
@@ -267,7 +269,7 @@ def unstacked(step: Step, links: Links, update: Update, dropped: set[int]) -> Up
             return update
         values[layer].append(step.ops[number].outputs[0])
     written, chain = _written(step, links, update.gradients, dropped)
-    if layers < 2 or set(written) != set(values) or not all(values.values()):
+    if set(written) != set(values) or not all(values.values()):
         return update
     dropped.update(readers, chain)
     pieces = tuple(Piece(tuple(values[layer]), (written[layer],)) for layer in range(layers))

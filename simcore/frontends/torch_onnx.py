@@ -65,7 +65,7 @@ def decode_onnx(content: bytes, source: str, changes: Mapping[str, Any]) -> tupl
     Raises:
         GraphError: no ONNX, no package to read it, or an op that is not known; names file and node.
         CaptureError: the step cannot be recorded.
-        JobError: the batch of the file cannot be changed.
+        JobError: the batch, or the sequence length, of the file cannot be changed.
     """
     onnx = _package(source)
     try:
@@ -76,6 +76,8 @@ def decode_onnx(content: bytes, source: str, changes: Mapping[str, Any]) -> tupl
         raise GraphError(f"{source}: not ONNX, or without nodes")
     with contextlib.suppress(onnx.shape_inference.InferenceError):
         model = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    if "sequence_length" in changes and not _has_length(model):
+        raise JobError(f"{source}: no input has a sequence length that is open")
     job = Job().replace(**changes)
     length = job.sequence_length or DEFAULT_LENGTH
     try:
@@ -143,6 +145,13 @@ def _inputs(onnx: Any, model: Any, length: int, source: str) -> list[_Input]:
         known = _FLOATS.get(kind.elem_type) or torch.from_numpy(np.zeros(1, dtype)).dtype
         found.append(_Input(tuple(shape), known))
     return found
+
+
+def _has_length(model: Any) -> bool:
+    """Returns whether an input has an open dimension beside the first, which is the batch."""
+    held = {each.name for each in model.graph.initializer}
+    shapes = (v.type.tensor_type.shape.dim[1:] for v in model.graph.input if v.name not in held)
+    return any(not dim.dim_value for shape in shapes for dim in shape)
 
 
 def _fixed_batch(inputs: Sequence[_Input]) -> int:
