@@ -299,7 +299,7 @@ def fill(args: argparse.Namespace, stored: dict[str, Cell]) -> None:
         else:
             stored[key] = measure(study, method, args, seed)
         args.file.parent.mkdir(exist_ok=True)
-        write_whole(args.file, json.dumps(stored, indent=1).encode())
+        write_whole(args.file, f"{json.dumps(stored, indent=1)}\n".encode())
 
 
 def main() -> None:
