@@ -69,7 +69,8 @@ class Ledger:
             file.write(b"".join(encode(record) for record in fresh))
         self.records += fresh
         self._done[block] = dict(findings)
-        write_whole(self._marks, msgspec.json.format(msgspec.json.encode(self._file), indent=1))
+        content = msgspec.json.format(msgspec.json.encode(self._file), indent=1)
+        write_whole(self._marks, content + b"\n")
 
 
 def _read_marks(path: Path) -> _Finished:
