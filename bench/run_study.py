@@ -306,7 +306,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=40.0, help="of running plans")
     parser.add_argument("--collect-minutes", type=float, default=15.0)
-    parser.add_argument("--profile", type=Path, default=ROOT / "bench" / "results" / "run_profile")
+    parser.add_argument("--profile", type=Path, default=ROOT / "build" / "run_profile")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--only", default="", help="cases whose name has this")
