@@ -3,8 +3,9 @@
 Prints, for one cluster and budget, the median of each model and method with its spread over seeds,
 the gap to the proven bound (``--bounds``, which captures the models again), how often nothing
 fitted, evaluations and seconds until within 5 % and 1 % of the best that any cell knows (seconds in
-proportion to evaluations), and each of ``--ours`` against each of ``--peers``: the ratio of medians
-by model with bootstrap intervals, and in how many models it is at most 1.01.
+proportion to evaluations), each of ``--ours`` against each of ``--peers``: the ratio of medians
+by model with bootstrap intervals, and in how many models it is at most 1.01; and what `plan` does
+with placements (``portfolio``) against the best of its rivals in every cell.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from simcore.sources import load_graph
 
 NEAR = (0.05, 0.01)
 AT_MOST = 1.01  # ratio that counts as no worse
+PORTFOLIO = "portfolio"
 
 
 def of_budget(cells: Sequence[Cell], args: argparse.Namespace) -> list[Cell]:
@@ -104,6 +106,26 @@ def gap_row(cells: Sequence[Cell], models: Sequence[str], cluster: str) -> list[
     return row
 
 
+def portfolio_line(cells: Sequence[Cell]) -> str:
+    """Returns in how many cells the portfolio is as good as the best method that is alone in it."""
+    by_cell: dict[tuple[str, int], dict[str, float]] = {}
+    for cell in cells:
+        found = np.inf if cell["step_time_s"] is None else cell["step_time_s"]
+        by_cell.setdefault((cell["model"], cell["seed"]), {})[cell["method"]] = found
+    ratios = [
+        found[PORTFOLIO] / min(time for name, time in found.items() if name != PORTFOLIO)
+        for found in by_cell.values()
+        if PORTFOLIO in found and len(found) > 1
+    ]
+    if not ratios:
+        return ""
+    kept = sum(value <= AT_MOST for value in ratios)
+    return (
+        f"{PORTFOLIO} against the best single method of the cell: <= {AT_MOST} in {kept} of "
+        f"{len(ratios)} cells, median {statistics.median(ratios):.3f}, most {max(ratios):.3f}"
+    )
+
+
 def report(cells: Sequence[Cell], args: argparse.Namespace) -> str:
     """Returns all tables."""
     models = [model for model in args.models if any(c["model"] == model for c in cells)]
@@ -120,7 +142,8 @@ def report(cells: Sequence[Cell], args: argparse.Namespace) -> str:
         for peer in args.peers
         if {own, peer} <= set(methods)
     ]
-    return "\n\n".join(table(rows) for rows in (medians, near, pairs))
+    texts = [*(table(rows) for rows in (medians, near, pairs)), portfolio_line(cells)]
+    return "\n\n".join(text for text in texts if text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

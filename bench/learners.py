@@ -36,7 +36,7 @@ from agents.planners.policy_gradient import PolicyGradient
 from agents.planners.post import post
 from agents.planners.recorder import Budget, Recorder
 from agents.planners.space import PlacementSpace, Planner
-from agents.portfolio_search import BASELINES, CONSTRUCTIVE, SHARES
+from agents.portfolio_search import BASELINES, CONSTRUCTIVE, IMPROVERS, SHARES
 from bench.intervals import summary
 from bench.learner_arms import ARMS
 from simcore import Cluster, Problem, Settings
@@ -87,6 +87,7 @@ METHODS: dict[str, tuple[Step, ...]] = {
     "m_sct": (Step(MSct(), repeats=False),),
     "metis": (Step(Metis(), repeats=False),),
     "cross_entropy+ppo+anneal": (LEAN, Step(PolicyGradient(), SHARES["ppo"]), Step(Anneal())),
+    "portfolio": tuple(Step(planner, SHARES.get(planner.name, 1.0)) for planner in IMPROVERS),
     **{name: (Step(arm),) for name, arm in ARMS.items()},
 }
 USUAL = tuple(method for method in METHODS if method not in ARMS)

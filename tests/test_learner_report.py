@@ -41,3 +41,11 @@ def test_the_gap_to_the_bound_is_that_of_the_best() -> None:
     bound = learner_report.bound_of("gnmt-4", "4xP100-PCIe")
     cells = [cell("eagle", 0, 2 * bound, model="gnmt-4")]
     assert learner_report.gap_row(cells, ["gnmt-4"], "4xP100-PCIe")[1] == "100.0%"
+
+
+def test_the_portfolio_is_held_against_the_best_method_of_every_cell() -> None:
+    cells = [cell("anneal", 0, 0.100), cell("eagle", 0, 0.200), cell("portfolio", 0, 0.1)]
+    cells += [cell("anneal", 1, 0.100), cell("portfolio", 1, 0.11), cell("portfolio", 2, 0.05)]
+    line = learner_report.portfolio_line(cells)
+    assert "<= 1.01 in 1 of 2 cells, median 1.050, most 1.100" in line
+    assert learner_report.portfolio_line(cells[:2]) == ""
