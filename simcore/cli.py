@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 from simcore.errors import InfeasibleError, PlacewrightError, UsageError
 
@@ -109,9 +109,23 @@ def make_console() -> Console:
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge to wrap at
+    if not console.is_terminal:  # a file has no edge to wrap at, and wants no blanks at line ends
+        console = Console(highlight=False, width=200, file=cast(IO[str], _Trimmed(console.file)))
     return console
+
+
+class _Trimmed:
+    """A file whose lines lose the blanks at their ends; rich writes whole lines."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.file = file
+
+    def write(self, text: str) -> int:
+        self.file.write("\n".join(line.rstrip(" ") for line in text.split("\n")))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
 
 def show_table(

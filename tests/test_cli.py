@@ -352,7 +352,9 @@ def test_clusters_lists_presets_and_shows_one(capsys: pytest.CaptureFixture[str]
     assert isinstance(routes, dict)
     assert set(routes["gpu0"]) == {"gpu1", "gpu2", "gpu3", "cpu0"}
     assert cli.main(["clusters", "4xV100-NVLink"]) == 0
-    assert "GB/s from row to column" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "GB/s from row to column" in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
 
 
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
