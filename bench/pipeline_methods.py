@@ -2,16 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from agents import pipeline_agent
 from agents.pipelines.alpa import alpa_best
 from agents.pipelines.anneal import Best, anneal
-from agents.pipelines.env import PipelineTask
+from agents.pipelines.env import Freedom, PipelineTask
 from agents.pipelines.nodes import NodeGraph
-from agents.pipelines.plans import DagPlan, Score, Simulator
+from agents.pipelines.plans import Simulator
 from agents.pipelines.published import dapple_best, pipedream_best, piper_best
 from agents.planners.data_parallel import data_parallel
 from agents.planners.pipeline_chain import Chain
@@ -55,8 +55,13 @@ class Ground:
 
     @property
     def task(self) -> PipelineTask:
-        """The agent's space."""
+        """Pipelines over the agent's nodes."""
         return PipelineTask.build(self.simulator)
+
+    @property
+    def whole_task(self) -> PipelineTask:
+        """The agent's space, where one stage (copies of the model) is a plan too."""
+        return PipelineTask.build(self.simulator, Freedom(least=1))
 
     @property
     def budget(self) -> Budget:
@@ -133,39 +138,29 @@ def _stage_dag(ground: Ground, seed: int) -> float:
 
 
 def _anneal(ground: Ground, seed: int) -> float:
-    best = anneal(ground.task, ground.budget, seed)
+    best = anneal(ground.whole_task, ground.budget, seed)
     return best.score.step_time if best is not None and best.score.fits else math.inf
-
-
-def paid(task: PipelineTask, budget: Budget) -> PipelineTask:
-    """Returns a task whose simulations a budget pays for; it ends where that does.
-
-    Args:
-        task: the task.
-        budget: of all simulations.
-    """
-
-    def score(plans: Sequence[DagPlan]) -> list[Score]:
-        if not budget.left():
-            return []
-        found = task.score(plans[: budget.room()])
-        budget.charge(len(found))
-        return found
-
-    return replace(task, score=score)
 
 
 def _agent(**changes: Any) -> Callable[[Ground, int], float]:
     def run(ground: Ground, seed: int) -> float:
-        budget = ground.budget
         config = pipeline_agent.Config(evaluations=_NO_END, seed=seed, **changes)
         task = PipelineTask.build(ground.simulator, pipeline_agent.freedom_of(config))
-        found = pipeline_agent.train(config, paid(task, budget)).finalists
-        return found[0].step_time if found and found[0].fits else math.inf
+        best = pipeline_agent.solve(config, task, ground.budget).best
+        return best.score.step_time if best is not None and best.score.fits else math.inf
 
     return run
 
 
+AGENTS: dict[str, dict[str, Any]] = {  # what arms change in the agent's configuration
+    "agent": {},
+    "agent_unlearned": {"policy": False},
+    "agent_unrefined": {"refining": 0.0},
+    "agent_untaught": {"teachers": False},
+    "agent_symmetrised": {"direction": "symmetrised"},
+    "agent_fixed_stages": {"stages": 4},
+    "agent_no_copies": {"copies": False},
+}
 METHODS: dict[str, Callable[[Ground, int], float]] = {
     "data_parallel": _data_parallel,
     "equal_split": _equal_split,
@@ -177,11 +172,7 @@ METHODS: dict[str, Callable[[Ground, int], float]] = {
     "chain": _chain,
     "stage_dag": _stage_dag,
     "anneal": _anneal,
-    "agent": _agent(),
-    "agent_untaught": _agent(teachers=False),
-    "agent_symmetrised": _agent(direction="symmetrised"),
-    "agent_fixed_stages": _agent(stages=4),
-    "agent_no_copies": _agent(copies=False),
+    **{name: _agent(**changes) for name, changes in AGENTS.items()},
 }
 CHAINS = ("equal_split", "expert", "pipedream", "dapple", "alpa", "chain")  # do not see branches
-SEEDED = tuple(name for name in METHODS if name.startswith(("anneal", "agent")))
+SEEDED = ("anneal", *AGENTS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.pipelines.bound import dag_bound
-from bench.pipeline_methods import CHAINS, METHODS, SEEDED, Ground
+from bench.pipeline_methods import AGENTS, CHAINS, METHODS, SEEDED, Ground
 from simcore.atomic import write_whole
 from simcore.errors import PlacewrightError
 
@@ -30,19 +30,34 @@ RESULTS = ROOT / "bench" / "results" / "pipeline_study.json"
 BRANCHED = ("two-tower", "multi-modal")
 MODELS = (*BRANCHED, "bert-base", "vgg-16", "resnet-50", "gnmt-4", "bert-large")
 CLUSTERS = ("4xP100-PCIe", "8xV100-NVLink", "2xA100+4xT4")
-LEARNED = ("agents/pipeline_agent.py", "agents/ppo.py", "agents/pipelines/network.py")
-COMMON = ("agents/pipelines/*.py", "agents/planners/*stage_dag*.py", "bench/pipeline_methods.py")
-CHAIN = "agents/planners/pipeline_{}.py"
+NODES = tuple(f"agents/pipelines/{name}.py" for name in ("env", "nodes", "plans", "compiled_masks"))
+CHAIN = tuple(f"agents/planners/pipeline_{x}.py" for x in ("chain", "cuts", "layouts", "search"))
+PROGRAMS = ("agents/planners/*stage_dag*.py", "agents/pipelines/estimate.py")
+PUBLISHED = (*NODES, "agents/pipelines/published.py")
+MOVES = (*NODES, "agents/pipelines/moves.py")
+AGENT = (
+    *("agents/pipelines/*.py", "agents/pipeline_agent.py", "agents/ppo.py", *PROGRAMS),
+    *("agents/exact/dapple.py", "agents/exact/pipedream_planner.py"),
+)
+SOURCES = {  # of each method; learners' are AGENT
+    "data_parallel": ("agents/planners/data_parallel.py",),
+    "equal_split": CHAIN,
+    "expert": (*CHAIN, "agents/planners/data_parallel.py"),
+    "pipedream": (*PUBLISHED, "agents/exact/pipedream_planner.py"),
+    "dapple": (*PUBLISHED, "agents/exact/dapple.py"),
+    "piper": (*PUBLISHED, "agents/exact/piper*.py"),
+    "alpa": (*NODES, "agents/pipelines/alpa.py", *PROGRAMS),
+    "chain": CHAIN,
+    "stage_dag": (*MOVES, *PROGRAMS),
+    "anneal": (*MOVES, "agents/pipelines/anneal.py"),
+}
 CLOSE = 1.01  # of PipeDream's step time: as good
 
 
 def code_hash(method: str) -> str:
     """Returns hex digits that change with the sources that decide the cells of a method."""
-    patterns = [*COMMON, *(CHAIN.format(name) for name in ("chain", "cuts", "layouts", "search"))]
-    files = {file for pattern in patterns for file in ROOT.glob(pattern)}
-    learned = {ROOT / name for name in LEARNED}
-    files = files | learned if method.startswith("agent") else files - learned
-    digest = hashlib.sha256()
+    files = {file for name in SOURCES.get(method, AGENT) for file in ROOT.glob(name)}
+    digest = hashlib.sha256(repr(AGENTS.get(method, "")).encode())
     for file in sorted(files):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]

@@ -1,18 +1,22 @@
 """The environment of pipelined placement: masks, legality, memory, bound, brute force."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.pipelines.anneal import anneal, every_plan, exhaustive
+from agents.pipelines.anneal import Best, anneal, every_plan, exhaustive
 from agents.pipelines.bound import dag_bound
 from agents.pipelines.compiled_masks import stage_choices
+from agents.pipelines.draws import drawn_change
 from agents.pipelines.env import Freedom, PipelineTask, random_actions
 from agents.pipelines.moves import neighbours, random_neighbour, units_moved
 from agents.pipelines.nodes import NodeGraph
 from agents.pipelines.plans import Simulator
 from agents.pipelines.published import pipedream_best
+from agents.pipelines.refine import refined
 from agents.planners.recorder import Budget
 from agents.planners.space import PlacementSpace
 from simcore import OpGraph, Problem, Settings, simulate
@@ -172,6 +176,34 @@ def test_changes_stay_in_the_space(towers: PipelineTask) -> None:
     for other in units_moved(towers, plan)[:5]:
         names = [name for stage in towers.simulator.plan(other).stages for name in stage.ops]
         assert len(set(names)) == len(names) == len(towers.simulator.nodes.node)
+
+
+def test_drawn_changes_stay_in_the_space(towers: PipelineTask) -> None:
+    rng = np.random.default_rng(5)
+    here = towers.plan(random_actions(towers, rng, 1)[0])
+    walked = []
+    for _ in range(400):
+        other = drawn_change(towers, here, rng)
+        here = here if other.apart else other
+        walked.append(here)
+    assert len(set(walked)) > 100
+    for plan in walked[::8]:
+        assert towers.plan(towers.actions(plan)) == replace(
+            plan, devices=tuple(tuple(sorted(group)) for group in plan.devices)
+        )
+    assert len({len(plan.devices) for plan in walked}) > 1
+    assert all(np.isfinite(score.step_time) for score in towers.score(walked[::40]))
+
+
+def test_refined_plans_are_no_worse_and_paid_for(towers: PipelineTask) -> None:
+    plans = [towers.plan(row) for row in random_actions(towers, np.random.default_rng(6), 3)]
+    found = [Best(*pair) for pair in zip(towers.score(plans), plans, strict=True)]
+    budget = Budget(evaluations=40)
+    better = refined(towers, found, budget, seed=0)
+    assert budget.used <= 40
+    assert better[0].score.rank < min(best.score.rank for best in found)
+    assert [best.score.rank for best in better] == sorted(best.score.rank for best in better)
+    assert refined(towers, [], Budget(evaluations=9), seed=0) == []
 
 
 def test_fixed_stages_and_single_devices_are_kept() -> None:

@@ -1,6 +1,7 @@
 """Pipeline planners: known cuts, optima by brute force, and what holds for every plan tried."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +21,13 @@ from agents.planners.pipeline_cuts import (
 )
 from agents.planners.pipeline_layouts import ANYTHING, Demands, Layout, arrangements, layouts
 from agents.planners.pipeline_plans import CHANGES, Pipelines, check_demands
-from agents.planners.pipeline_search import PipelineSearch
+from agents.planners.pipeline_search import PipelineSearch, _Queue
 from agents.planners.recorder import Budget
 from agents.planners.space import PlacementSpace
 from simcore import Cluster, GraphBuilder, Job, OpGraph, Problem, Settings, simulate
 from simcore.errors import PlanError, UsageError
 from simcore.graph import OpClass, Out, Phase, Role
+from simcore.schedule_names import make_schedule
 from simcore.sources import load_graph
 from simcore.stages import check_stages
 from simcore.units import GiB, MiB
@@ -405,6 +407,46 @@ def test_layouts_divide_the_batch_and_fit_the_devices() -> None:
         assert len(set(used)) == each.num_devices <= 5
         assert each.sharding == 0 or each.copies > 1
     assert {each.schedule for each in tried} == {"1f1b", "gpipe", "zb-h1", "interleaved"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "zbv"])
+def test_layouts_have_the_microbatches_that_a_schedule_can_be_made_of(schedule: str) -> None:
+    space = space_of(layers([1.0] * 8), mesh(*[GPU] * 3, **FREE), batch=12)
+    found = {
+        layout.microbatches
+        for layout in layouts(space, Demands(schedule=schedule))
+        if (layout.num_ranks, layout.copies) == (3, 1)
+    }
+    per_rank = {"interleaved": 2, "zbv": 2}.get(schedule, 1)
+    for count in (m for m in range(1, 13) if 12 % m == 0):
+        try:
+            make_schedule(schedule, 3, count, stages_per_rank=per_rank)
+            assert count in found
+        except PlanError:
+            assert count not in found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved"])
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str) -> None:
+    for ranks, count in itertools.product((2, 3, 5), (1, 2, 3, 5, 8, 20)):
+        devices = tuple((rank,) for rank in range(ranks))
+        layout = Layout(devices=devices, microbatches=count, schedule=schedule)
+        if schedule != "interleaved" or count % ranks == 0:
+            assert layout.most_in_flight == max(layout.in_flight()[0])
+
+
+def test_layouts_that_were_not_estimated_are_tried_last() -> None:
+    space = space_of(layers([1.0] * 6), mesh(*[GPU] * 4, **FREE))
+    chain, tried = Chain.build(space), layouts(space, ANYTHING)
+    ticks = itertools.count()
+    budget = Budget(8, clock=lambda: float(next(ticks)))
+    queue = _Queue(chain, tried, budget)
+    first = [math.isfinite(seconds) for seconds, _, _ in queue.waiting]
+    assert 0 < sum(first) < len(tried)
+    assert first == sorted(first, reverse=True)
+    popped = [queue.pop() for _ in tried]
+    assert {layout for _, layout in popped} == set(tried)
+    assert all(seconds == pytest.approx(estimate(chain, layout)) for seconds, layout in popped)
 
 
 def test_demands_fix_microbatches_and_schedule() -> None:

@@ -16,6 +16,7 @@ from agents.pipelines.plans import Simulator
 from agents.pipelines.published import pipedream_best, piper_best, piper_problem
 from agents.pipelines.teachers import equal_plans, is_in, taught_plans
 from agents.planners.compiled_stage_dag import stage_paces
+from agents.planners.recorder import Budget
 from agents.planners.stage_dag import make_program
 from simcore.errors import InfeasibleError
 from simcore.units import GiB
@@ -149,3 +150,11 @@ def test_teachers_keep_to_what_is_asked() -> None:
         assert set(plan.recompute) == {"none"}
     other = next(equal_plans(task_of([1.0, 3.0, 2.0, 1.0], *[GPU] * 4)))
     assert not is_in(task, other)
+
+
+def test_copies_of_the_model_and_equal_copied_stages_are_taught() -> None:
+    task = task_of([1.0, 3.0, 2.0, 1.0], *[GPU] * 4, least=1)
+    plans = taught_plans(task)
+    sizes = {tuple(len(devices) for devices in plan.devices) for plan in plans}
+    assert {(4,), (1,), (2, 2), (1, 1, 1, 1)} <= sizes
+    assert taught_plans(task, Budget(evaluations=0)) == plans[:1]

@@ -9,9 +9,10 @@ import pytest
 from agents.pipelines.env import PipelineTask, random_actions
 from agents.pipelines.nodes import NodeGraph
 from agents.pipelines.plans import Simulator
+from agents.pipelines.refine import paid
 from agents.planners.recorder import Budget
-from bench.pipeline_methods import CHAINS, METHODS, SEEDED, paid
-from bench.pipeline_study import budget_name, cells, code_hash, report
+from bench.pipeline_methods import AGENTS, CHAINS, METHODS, SEEDED
+from bench.pipeline_study import ROOT, SOURCES, budget_name, cells, code_hash, report
 from tests.test_pipeline_planners import layers, space_of
 from tests.test_planners import GPU, mesh
 
@@ -45,7 +46,9 @@ def test_methods_without_chance_have_one_seed() -> None:
 
 
 def test_cells_are_named_after_what_decides_them() -> None:
-    assert code_hash("agent") == code_hash("agent_untaught") != code_hash("chain")
+    assert len({code_hash(name) for name in ("agent", "agent_untaught", "chain")}) == 3
+    assert set(SOURCES) == set(METHODS) - set(AGENTS)
+    assert all(list(ROOT.glob(name)) for names in SOURCES.values() for name in names)
     assert budget_name(options()) == "60s"
     assert budget_name(options(evaluations=300)) == "300"
 

@@ -22,6 +22,7 @@ from agents.exact.dapple import (
 )
 from agents.exact.pipedream_planner import PipeDreamPlan, plan_pipedream, profile_states
 from agents.exact.stage_plan import NamedStage, make_stage_plan
+from agents.planners.recorder import Budget
 from simcore.cluster import Cluster
 from simcore.errors import PlanError
 from simcore.frontends.pipedream import Profile, parse_profile, read_pipedream
@@ -212,6 +213,15 @@ def test_dapple_agrees_with_brute_force_on_chains(
     assert plan.is_optimal
     assert plan.seconds == pytest.approx(best)
     assert analytic_seconds(problem, plan.stages) == plan.seconds
+
+
+def test_dapple_ends_with_its_budget() -> None:
+    ticks = itertools.count()
+    budget = Budget(2, clock=lambda: float(next(ticks)))
+    layers = [(3, 10**6, 10**9), (5, 10**5, 10**6), (2, 10**6, 10**9), (4, 10**5, 10**8)]
+    problem = dapple(layers, 2, 2, 5)
+    assert plan_dapple(problem).is_optimal
+    assert not plan_dapple(problem, budget).is_optimal
 
 
 def test_dapple_does_not_lose_to_data_parallelism(data: Path) -> None:

@@ -15,7 +15,6 @@ searches plans by branch and bound for the objective itself, so it is never wors
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,10 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agents.exact.pipedream_planner import ProfileStates
+from agents.planners.recorder import Budget
 
 GPU_RATE = 25e9  # bytes/s between GPUs of a server
 NETWORK_RATE = 1e9  # bytes/s between servers, point to point
 COLLECTIVE_RATE = 3e9  # bytes/s between servers, collectives
+SECONDS = 30.0  # of the search, unless said otherwise
 
 Place = tuple[int, ...]  # GPUs in each server
 
@@ -211,8 +212,8 @@ class _Branch(NamedTuple):
 class _Search:
     """Depth first, the fullest stages first, with the best plan so far as the limit."""
 
-    def __init__(self, problem: DappleProblem, deadline: float) -> None:
-        self.problem, self.deadline = problem, deadline
+    def __init__(self, problem: DappleProblem, budget: Budget) -> None:
+        self.problem, self.budget = problem, budget
         self.best: tuple[float, tuple[DappleStage, ...]] = (math.inf, ())
         self.is_late = False
         self.seen: dict[tuple[int, Place, Place, int], list[tuple[float, ...]]] = {}
@@ -232,7 +233,7 @@ class _Search:
         return self.problem.states.num_states
 
     def visit(self, branch: _Branch) -> None:
-        if time.perf_counter() > self.deadline:
+        if not self.budget.left():
             self.is_late = True
             return
         begin = branch.stages[-1].end if branch.stages else 0
@@ -291,14 +292,14 @@ class _Search:
         return False
 
 
-def plan_dapple(problem: DappleProblem, *, seconds: float = 30.0) -> DapplePlan:
+def plan_dapple(problem: DappleProblem, budget: Budget | None = None) -> DapplePlan:
     """Returns the plan with the shortest step by the analytic objective.
 
     Args:
         problem: states, servers, batch.
-        seconds: how long to search.
+        budget: seconds to search, by its own clock; None = `SECONDS` on the wall.
     """
-    search = _Search(problem, time.perf_counter() + seconds)
+    search = _Search(problem, budget or Budget(SECONDS))
     nothing = (0,) * problem.servers
     search.visit(_Branch((), nothing, 0.0, 0.0))
     return DapplePlan(search.best[1], search.best[0], not search.is_late)

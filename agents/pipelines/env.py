@@ -41,6 +41,7 @@ class Freedom:
 
     Attributes:
         stages: their number, None = what is best.
+        least: the smallest number to choose from; one stage is copies of the whole model.
         copies: whether several devices may share the microbatches of a stage.
         microbatches: their number, None = what is best.
         schedule: None = what is best.
@@ -48,6 +49,7 @@ class Freedom:
     """
 
     stages: int | None = None
+    least: int = 2
     copies: bool = True
     recompute: bool = True
     microbatches: int | None = None
@@ -105,7 +107,8 @@ class PipelineTask:
         nodes = simulator.nodes
         problem, devices = nodes.space.problem, list(nodes.space.devices)
         most = min(len(devices), nodes.num_nodes, MOST_STAGES)
-        counts = tuple(range(2, most + 1)) if freedom.stages is None else (freedom.stages,)
+        one = freedom.stages
+        counts = tuple(range(freedom.least, most + 1)) if one is None else (one,)
         choices = tuple(
             rhythm
             for rhythm in rhythms(problem.job.batch or 0, freedom)

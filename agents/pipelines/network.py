@@ -14,6 +14,7 @@ from agents.networks.encoders import DeviceEncoder, GraphEncoder
 from agents.networks.inputs import Edges
 from agents.observe import DEVICE_FEATURES, PAIR_FEATURES
 from agents.pipelines.env import Freedom, PipelineTask, Walk
+from agents.pipelines.estimate import Estimator
 from agents.pipelines.observe import (
     EDGE_FEATURES,
     NODE_FEATURES,
@@ -49,13 +50,18 @@ class Config(ppo.Config):
     direction: Literal["directed", "symmetrised"] = option("directed", "of edges in the encoder")
     stages: int = option(0, "number of stages; 0: chosen", least=0)
     copies: bool = option(True, "whether several devices may share a stage")
-    teachers: bool = option(True, "begin with the plans of equal stages, PipeDream and Alpa")
-    teaching: int = option(60, "steps that imitate them", least=0)
+    wide: int = option(16, "plans drawn for each that is simulated, the likeliest", least=1)
+    teachers: bool = option(True, "begin with the plans of classical planners")
+    teaching: int = option(20, "steps that imitate the best of them", least=0)
+    policy: bool = option(True, "whether the policy proposes plans; false: only changes of plans")
+    refining: float = option(
+        0.7, "part of the budget that changes the best plans step by step", least=0, most=1
+    )
 
 
 def freedom_of(config: Config) -> Freedom:
     """Returns what plans may decide under a configuration."""
-    return Freedom(stages=config.stages or None, copies=config.copies)
+    return Freedom(stages=config.stages or None, least=1, copies=config.copies)
 
 
 def edges_of(seen: PipelineObservation, direction: str) -> Edges:
@@ -100,6 +106,8 @@ class Policy(Actor):
     def __init__(self, config: Config, network: Network, task: PipelineTask) -> None:
         super().__init__()
         self.network, self.task, self.noise = network, task, config.noise
+        self.wide, self.estimate = config.wide, Estimator(task)
+        self.met: set[int] = set()  # plans that were drawn and kept
         self.seen = observe_pipeline(task)
         self.edges = edges_of(self.seen, config.direction)
         self.start: Tensor
@@ -113,8 +121,47 @@ class Policy(Actor):
         self.probability.fill_(probability)
 
     def decide(self, choose: Choose) -> Decided:
-        """Decides one thing after another, for all K plans at once."""
-        return _Episode(self, choose).run()
+        """Decides one thing after another, for all K plans at once.
+
+        Where plans are drawn (no gradients are asked for), `wide` times as many are, and those are
+        kept that were not before and take least by the estimate.
+        """
+        if self.wide == 1 or torch.is_grad_enabled():
+            return _Episode(self, choose).run()
+        drawn = _Episode(self, _widened(choose, self.wide)).run()
+        assert drawn.sequence is not None
+        kept = self._likeliest(drawn.actions.numpy(), len(drawn.actions) // self.wide)
+        return Decided(drawn.actions[kept], (), drawn.sequence[kept], drawn.entropy)
+
+    def _likeliest(self, actions: NDArray[np.int64], most: int) -> list[int]:
+        marks = [hash(tuple(row)) for row in actions.tolist()]
+        first = {mark: number for number, mark in reversed(list(enumerate(marks)))}
+        keys = {
+            number: (marks[number] in self.met, self.estimate(self.task.plan(actions[number])))
+            for number in sorted(first.values())
+        }
+        order = sorted(keys, key=keys.__getitem__)
+        kept = (order * most)[:most]  # again, where there are too few
+        self.met.update(marks[number] for number in kept)
+        return kept
+
+    def get_extra_state(self) -> list[int]:
+        """Returns what a checkpoint keeps beside the parameters."""
+        return sorted(self.met)
+
+    def set_extra_state(self, state: list[int]) -> None:
+        """Takes up what a checkpoint kept."""
+        self.met = set(state)
+
+
+def _widened(choose: Choose, times: int) -> Choose:
+    """Returns a choice for so many times as many plans."""
+
+    def wide(table: Tensor) -> Tensor:
+        parts = [table] * times if table.ndim == 2 else list(table.chunk(times))
+        return torch.cat([choose(part) for part in parts])
+
+    return wide
 
 
 class _Episode:

@@ -8,6 +8,7 @@ synchronous 1F1B for every number of microbatches, with and without recomputatio
 asynchronous execution changes the mathematics.
 """
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -28,6 +29,7 @@ from agents.pipelines.anneal import Best
 from agents.pipelines.env import PipelineTask
 from agents.pipelines.moves import divides
 from agents.pipelines.plans import DagPlan
+from agents.planners.recorder import Budget
 from simcore.errors import InfeasibleError
 from simcore.frontends.pipedream import Layer, Profile
 from simcore.graph import OpClass, Phase
@@ -75,18 +77,20 @@ def pipedream_best(task: PipelineTask) -> Best | None:
     return _best(task, [([int(n) for n in s.layers], s.replicas) for s in plan.stages])
 
 
-def dapple_best(task: PipelineTask, seconds: float = DAPPLE_SECONDS) -> Best | None:
+def dapple_best(task: PipelineTask, budget: Budget | None = None) -> Best | None:
     """Returns DAPPLE's stages, for each number of microbatches, at their best; None: one stage.
 
     Args:
         task: the space; all its GPUs are taken to be in one server.
-        seconds: of the search for each number of microbatches that is tried.
+        budget: of its searches, one for each number of microbatches that is tried; None =
+            `DAPPLE_SECONDS` of processor time.
     """
     states = profile_states(node_profile(task))
     found: list[Best] = []
-    for microbatches in _rounds(task)[:2]:
+    budget = budget or Budget(DAPPLE_SECONDS, clock=time.process_time)
+    for left, microbatches in zip((2, 1), _rounds(task)[:2], strict=False):
         problem = DappleProblem(states, 1, task.num_devices, 1.0, microbatches)
-        plan = plan_dapple(problem, seconds=seconds / 2)
+        plan = plan_dapple(problem, budget.part(1 / left))
         stages: _Stages = []
         before = np.zeros(states.members.shape[1], np.bool_)
         for stage in plan.stages:

@@ -41,7 +41,7 @@ def _is_tight(chain: Chain, layout: Layout, segments: Segments) -> bool:
     """Whether activations of the microbatches in flight look too large for the devices."""
     problem, ranks = chain.space.problem, layout.num_ranks
     held = segments.held + segments.state + segments.gradient * (1 + (layout.rounds > 1))
-    in_flight = max(layout.in_flight()[0])
+    in_flight = layout.most_in_flight
     needed = (held.sum() + segments.saved.sum() * in_flight / layout.per_rank) / ranks
     return bool(needed > problem.capacity[[d for rank in layout.devices for d in rank]].min())
 
@@ -114,7 +114,7 @@ def seconds_of_ops(chain: Chain, samples: int) -> tuple[NDArray[np.float64], NDA
     Raises:
         JobError: measured seconds at another batch or kind.
     """
-    return _seconds(chain, samples), _once_a_step(chain.space.problem.graph)
+    return _seconds(chain, samples), once_a_step(chain.space.problem.graph)
 
 
 def work_of_units(
@@ -129,7 +129,7 @@ def work_of_units(
     return work, update
 
 
-def _once_a_step(graph: OpGraph) -> NDArray[np.bool_]:
+def once_a_step(graph: OpGraph) -> NDArray[np.bool_]:
     """Returns what may run once a step, [op]: updates and what sums gradients of several units."""
     phase = backward_phases(graph)
     producer, consumer, _ = graph.edges()

@@ -12,10 +12,11 @@ from simcore.errors import PlanError
 from simcore.graph import Phase
 from simcore.pipeline_build import ASYNCHRONOUS, STEADY_MINIBATCHES
 from simcore.schedule import Schedule, max_in_flight
-from simcore.schedule_names import make_schedule
+from simcore.schedule_names import MAX_ACTIONS, accepts, make_schedule
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved")  # that are tried unasked
 MOST_PER_RANK = 4  # microbatches, times the ranks; with more, tasks only get smaller
+_ANY_COUNT = frozenset({"1f1b", "gpipe", "zb-h1"})  # schedules that take any number of microbatches
 _STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 _FILL = {"zb-h1": 1 / 3, "zb-h2": 0.0, "zbv": 0.0, "interleaved": 1 / 2, ASYNCHRONOUS: 0.0}
 
@@ -107,6 +108,13 @@ class Layout:
         return _in_flight(self.schedule, self.num_ranks, self._count, self.per_rank)
 
     @property
+    def most_in_flight(self) -> int:
+        """Microbatches that a stage holds at most, to the input."""
+        if self.schedule in {"1f1b", "zb-h1"}:
+            return min(self.microbatches, self.num_ranks)
+        return self.microbatches if self.schedule == "gpipe" else max(self.in_flight()[0])
+
+    @property
     def _count(self) -> int:
         """Microbatches that show how the schedule goes on."""
         steady = STEADY_MINIBATCHES * self.num_ranks
@@ -172,11 +180,23 @@ def _rhythms(samples: int, ranks: int, demands: Demands) -> Iterator[tuple[str, 
         for count in counts:
             if count == 1 and name != "gpipe" and demands.schedule is None:
                 continue  # all the same
-            try:
-                _chain(name, ranks, count, _STAGES_PER_RANK.get(name, 1))
-            except PlanError:
-                continue
-            yield name, count
+            if _takes(name, ranks, count):
+                yield name, count
+
+
+def _takes(name: str, ranks: int, count: int) -> bool:
+    """Whether a schedule can be made for so many ranks and microbatches."""
+    per_rank = _STAGES_PER_RANK.get(name, 1)
+    if 3 * ranks * per_rank * count <= MAX_ACTIONS:
+        if name in _ANY_COUNT:
+            return True
+        if name == "interleaved":
+            return accepts(name, "torch", ranks, count)
+    try:
+        _chain(name, ranks, count, per_rank)
+    except PlanError:
+        return False
+    return True
 
 
 def arrangements(
@@ -224,6 +244,7 @@ def _signature(cluster: Cluster, devices: Sequence[int]) -> bytes:
     """Returns what tells an order of devices apart: kinds, memory and routes."""
     grid = np.ix_(devices, devices)
     kinds = [(cluster.devices[d].kind, cluster.devices[d].memory) for d in devices]
-    hops = [len(cluster.route(a, b)) for a in devices for b in devices if a != b]
+    size = cluster.num_devices
+    hops = np.diff(cluster.first_hop).reshape(size, size)[grid]
     routes = cluster.route_bandwidth[grid].tobytes() + cluster.route_latency[grid].tobytes()
-    return repr((kinds, hops)).encode() + routes
+    return repr(kinds).encode() + hops.tobytes() + routes

@@ -29,9 +29,11 @@ from simcore.recompute import Recompute
 from simcore.simulation import Options, simulate_pipeline
 
 ENUMERATION = 0.7  # of the budget; the rest is for moving cuts
+ESTIMATES = 0.5  # of a budget of seconds, for estimates of layouts
 FINALISTS = 3  # layouts whose cuts are moved before all have been tried
 STEPS = (16, -16, 4, -4, 1, -1)  # units that a cut is moved by
 MARGINS = (1.0, 0.85, 0.7)  # of the memory, for what its estimate misses
+_GOLDEN = (5.0**0.5 - 1.0) / 2.0  # multiples of it, modulo 1, are spread evenly
 _TOO_BIG = 2.0  # a layout that does not fit is taken for that much slower than its estimate
 
 Listener = Callable[[Budget], None]
@@ -97,9 +99,11 @@ class PipelineSearch:
         Called again, it goes on.
         """
         if not self.queues:
-            known = set(self.allowed)
+            allowed = self.allowed
+            known = set(allowed)
             other = [layout for layout in self.layouts if layout not in known]
-            self.queues = (_Queue(self.chain, self.allowed), _Queue(self.chain, other))
+            part = budget.part(ESTIMATES)
+            self.queues = (_Queue(self.chain, allowed, part), _Queue(self.chain, other, part))
         first, second = self.queues
         share = ENUMERATION if first.waiting else 1.0
         self._enumerate(first, budget.part(share * (0.5 if second.waiting else 1.0)))
@@ -305,11 +309,20 @@ class PipelineSearch:
 
 
 class _Queue:
-    """Layouts that wait to be tried; estimates are corrected by what others of a shape took."""
+    """Layouts that wait to be tried; estimates are corrected by what others of a shape took.
 
-    def __init__(self, chain: Chain, layouts: Sequence[Layout]) -> None:
+    Those that there is no time to estimate come last; they are spread over all shapes.
+    """
+
+    def __init__(self, chain: Chain, layouts: Sequence[Layout], budget: Budget) -> None:
+        seconds = dict.fromkeys(range(len(layouts)), float("inf"))
+        for number in np.argsort(np.arange(len(layouts)) * _GOLDEN % 1.0, kind="stable").tolist():
+            seconds[number] = estimate(chain, layouts[number])
+            if not budget.left():
+                break
+        self.chain = chain
         self.waiting = sorted(
-            ((estimate(chain, layout), number, layout) for number, layout in enumerate(layouts)),
+            ((seconds[number], number, layout) for number, layout in enumerate(layouts)),
             key=lambda entry: entry[:2],
         )
         self.factor: dict[tuple[int, int], float] = {}
@@ -318,6 +331,8 @@ class _Queue:
         """Returns the most promising layout, with its estimate in s."""
         place = min(range(len(self.waiting)), key=lambda k: (self._corrected(k), k))
         expected, _, layout = self.waiting.pop(place)
+        if expected == float("inf"):
+            expected = estimate(self.chain, layout)
         return max(expected, 1e-12), layout
 
     def _corrected(self, place: int) -> float:
