@@ -24,19 +24,19 @@ from simcore.kernel import (
     Contention,
     Engine,
     Host,
+    LaneTables,
     Mode,
     Order,
     Records,
     Tables,
+    make_lane_tables,
     make_records,
 )
 from simcore.memory import (
-    Cases,
     HeldParameters,
     SharedStorages,
     hold_parameters,
     share_storages,
-    storage_cases,
     storage_uses,
 )
 from simcore.network import NetworkTables, network_tables
@@ -64,6 +64,7 @@ class Problem:
     cost: CostTable
     batch: int | None  # samples each copy of the model sees
     tables: Tables
+    lane_tables: LaneTables | None  # what lanes read; None where they do not apply
     mode: Mode
     engine: Engine  # how batches are run; all engines that apply give the same bits
     capacity: NDArray[np.int64]  # [dev] bytes that reserved memory may reach
@@ -123,6 +124,7 @@ class Problem:
         tables.ops["resident"][:-1] += _state_bytes(graph, job)
         tables.ops["priority"][:-1] = priorities or 0
         mode = choose_mode(settings, limits)
+        engine = choose_engine(mode, tables)
         is_cpu = np.array([profile.is_cpu for profile in profiles])
         memory = np.array([device.memory for device in cluster.devices], np.int64)
         return cls(
@@ -133,8 +135,9 @@ class Problem:
             cost=cost,
             batch=batch,
             tables=tables,
+            lane_tables=make_lane_tables(tables) if engine == Engine.LANES else None,
             mode=mode,
-            engine=choose_engine(mode, tables),
+            engine=engine,
             capacity=np.where(is_cpu, memory, np.maximum(memory - reserve_memory, 0)),
             fragmentation=np.array([profile.fragmentation for profile in profiles]),
             context=np.array([profile.context for profile in profiles], np.int64),
@@ -266,14 +269,13 @@ def _tables(
         raise PlanError(f"{cluster.name}: {num_devices} devices, at most {MAX_DEVICES}")
     uses = storage_uses(graph, sized)
     shared = share_storages(graph, uses)
-    cases = storage_cases(graph, shared)
     held = hold_parameters(graph, sized)
     readers = other_units_readers(graph)
     return Tables(
         cost=costs,
         columns=columns,
         slow=network.slow,
-        ops=_ops(graph, sized, shared, cases, held),
+        ops=_ops(graph, sized, shared, held),
         tensors=_tensors(graph, sized, readers),
         consumers=graph.consumers.astype(np.int64),
         first_touch=uses.first,
@@ -281,9 +283,6 @@ def _tables(
         readers=readers.ops,
         first_span=shared.first,
         spans=shared.spans,
-        uneven=cases.uneven,
-        cases=cases.cases,
-        rivals=cases.rivals,
         first_holder=held.first,
         holders=held.ops,
         held_bytes=held.num_bytes,
@@ -300,13 +299,9 @@ def _tables(
     )
 
 
-def _ops(
-    graph: OpGraph, sized: Sized, shared: SharedStorages, cases: Cases, held: HeldParameters
-) -> Records:
+def _ops(graph: OpGraph, sized: Sized, shared: SharedStorages, held: HeldParameters) -> Records:
     ops = make_records(graph.num_ops + 1, OP)
     ops["first_output"] = graph.first_output
-    ops["first_start"] = cases.first_start
-    ops["first_end"] = cases.first_end
     is_collective = graph.op_class == OpClass.COLLECTIVE
     per_op = {
         "collective": np.where(is_collective, np.cumsum(is_collective) - 1, NONE),
@@ -316,8 +311,6 @@ def _ops(
         "leader": unit_leaders(graph)[graph.unit],
         "allocate": shared.allocate,
         "release": shared.release,
-        "sure_allocate": cases.allocate,
-        "sure_release": cases.release,
     }
     for key, values in per_op.items():
         ops[key][:-1] = values

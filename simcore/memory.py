@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.graph import OpClass, OpGraph, Sized
-from simcore.kernel import CASE, SPAN, TOUCH, Records, make_records
+from simcore.kernel import SPAN, TOUCH, Records, make_records
 from simcore.reach import unit_leaders
-
-MAX_RIVALS = 16  # units of a storage beyond which a look at each device is cheaper
 
 
 class StorageUses(NamedTuple):
@@ -27,22 +25,6 @@ class SharedStorages(NamedTuple):
     spans: Records  # SPAN [span] by storage, then first op
     allocate: NDArray[np.int64]  # [op] bytes allocated just before it, wherever it runs
     release: NDArray[np.int64]  # [op] bytes freed just after it, wherever it runs
-
-
-class Cases(NamedTuple):
-    """What an op allocates or frees of a shared storage if no rival is on its device.
-
-    A unit allocates a storage on its device unless a unit that touches it earlier is there too, and
-    frees it unless one that touches it later is.
-    """
-
-    uneven: NDArray[np.int64]  # [...] shared storages that are left out
-    cases: Records  # CASE [case + 1], by op: first what it may allocate, then what it may free
-    rivals: NDArray[np.int64]  # [...] ops
-    first_start: NDArray[np.int64]  # [op + 1] offsets into cases; freeing begins at first_end
-    first_end: NDArray[np.int64]  # [op + 1] offsets into cases
-    allocate: NDArray[np.int64]  # [op] bytes without a rival
-    release: NDArray[np.int64]  # [op] bytes without a rival
 
 
 class HeldParameters(NamedTuple):
@@ -110,67 +92,4 @@ def hold_parameters(graph: OpGraph, sized: Sized) -> HeldParameters:
     first = np.concatenate([[0], np.cumsum(units[units > 1])]).astype(np.int64)
     return HeldParameters(
         first, leader[~alone], sized.storage_bytes[np.flatnonzero(units > 1)], resident
-    )
-
-
-def storage_cases(graph: OpGraph, shared: SharedStorages) -> Cases:
-    """Returns when ops allocate and free the storages of which all units use as many bytes."""
-    allocate, release = shared.allocate.copy(), shared.release.copy()
-    units = np.diff(shared.first)
-    storage = np.repeat(np.arange(len(units)), units)
-    uneven = units > MAX_RIVALS
-    num_bytes = shared.spans["num_bytes"]
-    uneven[storage[num_bytes != num_bytes[shared.first[storage]]]] = True
-    parts: list[_CasePart] = []
-    for count in np.unique(units[~uneven]).tolist():
-        begin = shared.first[:-1][~uneven & (units == count)]
-        spans = shared.spans[begin[:, None] + np.arange(count)]  # [storage, unit]
-        firsts, sizes = spans["first"], spans["num_bytes"][:, 0]
-        latest = np.argsort(-spans["last"], axis=1)
-        lasts = np.take_along_axis(spans["last"], latest, axis=1)
-        np.add.at(allocate, firsts[:, 0], sizes)
-        np.add.at(release, lasts[:, 0], sizes)
-        rivals = np.take_along_axis(firsts, latest, axis=1)
-        for index in range(1, count):
-            parts.append(_CasePart(firsts[:, index], 0, sizes, firsts[:, :index]))
-            parts.append(_CasePart(lasts[:, index], 1, sizes, rivals[:, :index]))
-    return _join_cases(graph.num_ops, np.flatnonzero(uneven), parts, (allocate, release))
-
-
-class _CasePart(NamedTuple):
-    """Cases that have as many rivals."""
-
-    op: NDArray[np.int64]  # [case]
-    kind: int  # 0 = may allocate, 1 = may free
-    num_bytes: NDArray[np.int64]  # [case]
-    rivals: NDArray[np.int64]  # [case, rival] ops
-
-
-def _join_cases(
-    num_ops: int,
-    uneven: NDArray[np.int64],
-    parts: list[_CasePart],
-    sure: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> Cases:
-    """Puts cases into the order of their ops; `sure` are bytes allocated and freed in any case."""
-    nothing = np.zeros(0, np.int64)
-    key = np.concatenate([nothing, *(2 * part.op + part.kind for part in parts)])
-    count = np.concatenate([nothing, *(np.full(len(p.op), p.rivals.shape[1]) for p in parts)])
-    rivals = np.concatenate([nothing, *(part.rivals.ravel() for part in parts)])
-    order = np.argsort(key, kind="stable")
-    before = np.cumsum(count) - count  # where a case's rivals are, in the order of the parts
-    after = np.cumsum(count[order])
-    cases = make_records(len(key) + 1, CASE)
-    cases["num_bytes"][:-1] = np.concatenate([nothing, *(part.num_bytes for part in parts)])[order]
-    cases["first_rival"][1:] = after
-    place = np.arange(len(rivals)) - np.repeat(after - count[order], count[order])
-    ops = 2 * np.arange(num_ops + 1)
-    return Cases(
-        uneven=uneven.astype(np.int64),
-        cases=cases,
-        rivals=rivals[np.repeat(before[order], count[order]) + place],
-        first_start=np.searchsorted(key[order], ops),
-        first_end=np.searchsorted(key[order], ops + 1),
-        allocate=sure[0],
-        release=sure[1],
     )

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from simcore.errors import DeadlockError, PlanError
 from simcore.kernel import (
+    LANES,
     NONE,
+    Contention,
     Engine,
     Outcome,
     Plans,
@@ -29,6 +31,8 @@ from simcore.lower import Problem
 from simcore.result import RawRun
 
 MIN_OPS_PER_THREAD = 100_000  # ops of all its plans; less work is not worth a thread
+MIN_LANES = 4  # plans; fewer are faster one by one
+MAX_PORTS = 16  # devices; the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,14 +108,26 @@ def _as_plans(placements: NDArray[np.integer]) -> NDArray[np.int32]:
 def _run(problem: Problem, batch: Plans, begin: int, end: int) -> None:
     """Runs one thread's share of a batch on the problem's engine."""
     tables, mode, scratch = problem.tables, problem.mode, make_scratch(problem.tables)
-    if problem.engine == Engine.LANES:
-        run_lanes(tables, mode, batch, scratch, make_lanes(tables), begin, end)
+    if problem.lane_tables is not None and problem.engine in {Engine.LANES, Engine.SWEEP}:
+        lanes = make_lanes(problem.lane_tables, _num_lanes(problem, end - begin))
+        run_lanes(tables, problem.lane_tables, mode, batch, scratch, lanes, begin, end)
     elif problem.engine == Engine.SWEEP:
         run_sweep(tables, mode, batch, scratch, begin, end)
     elif problem.engine == Engine.FLUID:
         run_fluid(tables, mode, batch, scratch, begin, end)
     else:
         run_events(tables, mode, batch, scratch, begin, end)
+
+
+def _num_lanes(problem: Problem, num_plans: int) -> int:
+    """Returns how many plans go in lock-step: one where there are few of them, or many devices.
+
+    Lanes look at every device that any of them sends to, a plan alone only at its own.
+    """
+    is_port = problem.mode.contention == Contention.PORT
+    are_many = is_port and len(problem.tables.columns) > MAX_PORTS
+    is_single = problem.engine == Engine.SWEEP or num_plans < MIN_LANES or are_many
+    return 1 if is_single else LANES
 
 
 def with_memory(problem: Problem, out: Outcome) -> BatchResult:

@@ -84,6 +84,47 @@ def test_the_engine_is_chosen_by_what_the_settings_allow() -> None:
     assert engine(4, slow, contention="none", slow_down=False) == Engine.LANES
 
 
+def test_a_batch_of_any_size_gives_the_same_results() -> None:
+    for index in (0, 1, 3, 4):  # none and port
+        rng = np.random.default_rng([19, index])
+        case = static_case(rng, index)
+        problem, plans = compiled_problem(case), draw_plans(rng, case)
+        expected = play(problem, Engine.EVENTS, plans)
+        for count in range(1, NUM_PLANS):
+            found = play(problem, Engine.LANES, plans[:count])
+            for field in ("status", "culprit", "step_time", "allocated"):
+                assert np.array_equal(getattr(found, field), getattr(expected, field)[:count])
+
+
+@pytest.mark.parametrize("num_devices", [16, 17, 63])
+def test_lanes_agree_on_many_devices(num_devices: int) -> None:
+    links = [(f"d{device}", "s0", 1.0, 0.5) for device in range(num_devices)]
+    wires = [(op, 1.0, range(op + 1, 9)) for op in range(8)]
+    case = toy([1] * 9, wires, list(range(9)), links=links, contention="port")
+    problem = compiled_problem(case)
+    plans = np.random.default_rng(2).integers(num_devices, size=(40, 9)).astype(np.int32)
+    assert problem.engine == Engine.LANES
+    assert_equal(
+        play(problem, Engine.LANES, plans), play(problem, Engine.EVENTS, plans), "many devices"
+    )
+
+
+def test_lane_tables_list_what_each_op_reads_starts_and_ends() -> None:
+    links = [(f"d{device}", "s0", 1.0, 0.0) for device in range(3)]
+    case = toy([1] * 3, [(0, 8.0, [1, 2])], [0, 1, 2], links=links, contention="port")
+    tables = compiled_problem(case).lane_tables
+    assert tables is not None
+    steps = tables.steps
+    assert tables.reads.tolist() == [0, 0]
+    assert steps["first_read"].tolist() == [0, 0, 1, 2]
+    assert steps["allowed"].tolist() == [0b111] * 3 + [0]
+    assert steps["first_start"].tolist() == [0, 1, 2, 3]
+    assert steps["first_end"].tolist() == [0, 1, 2, 3]
+    assert tables.starts["storage"].tolist() == [0] * 3
+    assert tables.ends["num_bytes"].tolist() == [8_000_000_000] * 3
+    assert len(tables.uneven) == 0
+
+
 def test_a_batch_allocates_the_same_whatever_its_size() -> None:
     rng = np.random.default_rng(3)
     case = static_case(rng, 0)

@@ -156,7 +156,9 @@ def test_importing_the_kernel_compiles_nothing_and_imports_no_torch():
 def empty_scratch(num_events: int) -> records.Scratch:
     rng = np.random.default_rng(1)
     scratch = make_scratch(compiled_problem(random_case(rng)).tables)
-    return scratch._replace(heap=make_records(num_events, records.EVENT))
+    return scratch._replace(
+        heap=make_records(num_events, records.EVENT), line=make_records(20, records.EVENT)
+    )
 
 
 @compiled.compiled_entry
@@ -191,6 +193,53 @@ def test_events_come_out_by_time(python):
         assert scratch.heap[0].time == heapq.heappop(expected)
         pop(scratch)
     assert not expected
+
+
+@compiled.compiled_entry
+def line_up(scratch, time, item):
+    heap.line_up(scratch, time, item)
+
+
+@compiled.compiled_entry
+def next_time(scratch):
+    return heap.next_time(scratch)
+
+
+@compiled.compiled_entry
+def take_event(scratch, now):
+    return heap.take_event(scratch, now)
+
+
+def in_python(monkeypatch):
+    """Lets the functions of the heap call each other as Python."""
+    for name in ("push_event", "pop_event", "line_up", "next_time", "take_event"):
+        function = getattr(heap, name)
+        monkeypatch.setattr(heap, name, getattr(function, "py_func", function))
+
+
+@pytest.mark.parametrize("python", [False, True], ids=["compiled", "python"])
+def test_events_in_line_and_in_the_heap_come_out_by_time(python, monkeypatch):
+    if python:
+        in_python(monkeypatch)
+    adds = [form(push_event, heap.push_event, python), form(line_up, heap.line_up, python)]
+    following = form(next_time, heap.next_time, python)
+    take = form(take_event, heap.take_event, python)
+    rng = np.random.default_rng(6)
+    scratch, expected, now = empty_scratch(300), [], 0.0
+    for item in range(300):
+        time = now + float(rng.integers(0, 6))
+        adds[int(rng.random() < 0.8)](scratch, time, item)
+        heapq.heappush(expected, time)
+        if rng.random() < 0.6:
+            now = following(scratch)
+            assert now == expected[0]
+            while take(scratch, now) != records.NONE:
+                assert heapq.heappop(expected) == now
+    while expected:
+        now = following(scratch)
+        assert take(scratch, now) != records.NONE
+        assert heapq.heappop(expected) == now
+    assert following(scratch) == np.inf
 
 
 # whole runs

@@ -4,7 +4,8 @@ from simcore.kernel.compiled import keyed_cache
 
 with keyed_cache():
     from simcore.kernel.batch import Plans, run_events, run_fluid, run_lanes, run_sweep
-    from simcore.kernel.lanes import MAX_LANE_DEVICES, make_lanes
+    from simcore.kernel.lane_tables import MAX_LANE_DEVICES, LaneTables, make_lane_tables
+    from simcore.kernel.lanes import LANES, make_lanes
     from simcore.kernel.pipelines import (
         RULE,
         SIZES,
@@ -19,7 +20,6 @@ with keyed_cache():
         sweep_pipelines,
     )
     from simcore.kernel.records import (
-        CASE,
         COLLECTIVE,
         COST,
         LIMIT,
@@ -64,9 +64,9 @@ with keyed_cache():
     from simcore.kernel.shards import lower_shards
 
 __all__ = [
-    "CASE",
     "COLLECTIVE",
     "COST",
+    "LANES",
     "LIMIT",
     "LOAD",
     "MAX_LANE_DEVICES",
@@ -94,6 +94,7 @@ __all__ = [
     "Contention",
     "Engine",
     "Host",
+    "LaneTables",
     "Mode",
     "Order",
     "Outcome",
@@ -111,6 +112,7 @@ __all__ = [
     "find_states",
     "flow_pipelines",
     "lower_shards",
+    "make_lane_tables",
     "make_lanes",
     "make_outcome",
     "make_records",

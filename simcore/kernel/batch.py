@@ -6,15 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.kernel.compiled import compiled, compiled_apart, compiled_entry
-from simcore.kernel.lane_memory import walk_lanes
-from simcore.kernel.lanes import LANES, LaneScratch, load_lanes, sweep_lanes
+from simcore.kernel.lane_sweep import sweep_lanes
+from simcore.kernel.lane_tables import LaneTables
+from simcore.kernel.lanes import ONE, LaneScratch, at, load_lanes
 from simcore.kernel.lowering import list_ops, make_transfers, note_messages
 from simcore.kernel.memory import walk_by_program, walk_by_start
 from simcore.kernel.play import play, play_fluid
 from simcore.kernel.records import NONE, Count, Mode, Order, Outcome, Scratch, Status, Tables
 from simcore.kernel.sweep import sweep
 
-_OK, _DEADLOCK = int(Status.OK), int(Status.DEADLOCK)
+_OK, _DEADLOCK, _UNREACHABLE = int(Status.OK), int(Status.DEADLOCK), int(Status.UNREACHABLE)
 _FINISHED = int(Count.FINISHED)
 _READY = int(Order.READY)
 
@@ -65,25 +66,44 @@ def sweep_one(tables: Tables, mode: Mode, plans: Plans, s: Scratch, row: int, pl
 
 
 @compiled
-def _sweep_lanes(
-    tables: Tables, mode: Mode, plans: Plans, s: Scratch, lanes: LaneScratch, first: int
-) -> None:
-    """Runs LANES placements in lock-step; those that break a rule once more on their own."""
+def _first_unreachable(tables: Tables, s: Scratch) -> int:
+    """Returns the first op whose output is read where no route leads; NONE if there is none."""
+    num_devices = tables.columns.shape[0]
+    for op in range(tables.cost.shape[0]):
+        source = s.ops[op].place
+        first = tables.tensors[tables.ops[op].first_output].first_reader
+        last = tables.tensors[tables.ops[op + 1].first_output].first_reader
+        for use in range(first, last):
+            target = s.ops[tables.readers[use]].place
+            if target != source and tables.pairs[source * num_devices + target].reachable == 0:
+                return op
+    return NONE
+
+
+@compiled_apart
+def _explain(tables: Tables, plans: Plans, s: Scratch, plan: int) -> None:
+    """Writes which rule a plan breaks, without collectives."""
+    status, culprit = list_ops(tables, plans.placements[plan], s)
+    if status == _OK:
+        status, culprit = _UNREACHABLE, _first_unreachable(tables, s)
+    _refuse(tables, plans, plan, status, culprit)
+
+
+@compiled
+def _write_lanes(tables: Tables, plans: Plans, s: Scratch, lanes: LaneScratch) -> None:
+    """Writes the outcome of the plans in lanes; those beyond the end repeat the last."""
     out = plans.outcome
-    load_lanes(tables, plans.placements, first, lanes)
-    sweep_lanes(tables, mode, lanes)
-    walk_lanes(tables, lanes)
-    for lane in range(LANES):
-        plan = first + lane
+    for lane in range(len(lanes.lanes)):
+        plan = lanes.plan[lane]
         if lanes.broken[lane] == 1 or lanes.latest[lane] == np.inf:
-            sweep_one(tables, mode, plans, s, plan, plan)
+            _explain(tables, plans, s, plan)
             continue
         out.status[plan] = _OK
         out.culprit[plan] = NONE
         out.step_time[plan] = lanes.latest[lane]
         for device in range(tables.columns.shape[0]):
-            out.allocated[plan, device] = lanes.peak[device, lane]
-            out.used[plan, device] = lanes.used[device, lane] == 1
+            out.allocated[plan, device] = lanes.peak[at(lanes, device, lane)]
+            out.used[plan, device] = (lanes.used[lane] >> np.uint64(device)) & ONE == ONE
 
 
 # one entry an engine, so that only what is used is compiled
@@ -154,8 +174,9 @@ def run_sweep(tables: Tables, mode: Mode, plans: Plans, s: Scratch, begin: int, 
 
 
 @compiled_entry
-def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch
+def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch and its tables
     tables: Tables,
+    lane_tables: LaneTables,
     mode: Mode,
     plans: Plans,
     s: Scratch,
@@ -164,9 +185,7 @@ def run_lanes(  # noqa: PLR0913, PLR0917 - one more kind of scratch
     end: int,
 ) -> None:
     """Sweeps the placements begin to end of a batch in lanes and writes their outcome."""
-    plan = begin
-    while plan + LANES <= end:
-        _sweep_lanes(tables, mode, plans, s, lanes, plan)
-        plan += LANES
-    for rest in range(plan, end):
-        sweep_one(tables, mode, plans, s, rest, rest)
+    for plan in range(begin, end, len(lanes.lanes)):
+        load_lanes(lane_tables, plans.placements, plan, end, lanes)
+        sweep_lanes(lane_tables, mode, lanes)
+        _write_lanes(tables, plans, s, lanes)

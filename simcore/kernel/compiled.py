@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
+from numba.core import types
+from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -48,6 +52,36 @@ def compiled_apart(function: Function) -> Function:
 def compiled_entry(function: Function) -> Function:
     """Compiles a function that Python calls, at its first call."""
     return cast(Function, numba.njit(**_OPTIONS)(function))
+
+
+@intrinsic
+def _promise_no_alias(_: Any) -> tuple[Any, Any]:
+    def write(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        for argument in builder.function.args:
+            if argument.type.is_pointer and "noalias" not in argument.attributes:
+                argument.add_attribute("noalias")
+        return context.get_dummy_value()
+
+    return types.none(), write
+
+
+def _promise_nothing() -> None:
+    """Stands for the promise where nothing is compiled."""
+
+
+def _find_lowest_bit(bits: np.uint64) -> int:
+    """Stands for the processor's instruction where nothing is compiled."""
+    return (int(bits) & -int(bits)).bit_length() - 1
+
+
+_IS_PLAIN = bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
+
+# Called first in a function: the arrays it is given do not overlap, as with C's restrict. Without
+# that LLVM turns few of its loops into vector instructions.
+no_alias: Any = _promise_nothing if _IS_PLAIN else _promise_no_alias
+
+# Returns the place of the lowest bit that is set, of an unsigned number.
+lowest_bit: Any = _find_lowest_bit if _IS_PLAIN else trailing_zeros
 
 
 _HERE = Path(__file__).parent

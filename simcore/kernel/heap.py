@@ -1,13 +1,17 @@
 """Two binary heaps on flat arrays: events by time, and the arrived ops of a device.
 
 Events of one time are all applied before anything starts, and what starts does not depend on the
-order in which they were applied, so events need no tie-break; arrived ops do.
+order in which they were applied, so events need no tie-break; arrived ops do. Most latencies are
+alike, so what waits for one comes in the order of its end: such events stand in line, and only one
+that would have to push in goes to the heap.
 """
 
-from simcore.kernel.compiled import compiled
-from simcore.kernel.records import Count, Scratch, Tables
+import numpy as np
 
-_HEAP = int(Count.HEAP)
+from simcore.kernel.compiled import compiled
+from simcore.kernel.records import NONE, Count, Scratch, Tables
+
+_HEAP, _FRONT, _BACK = int(Count.HEAP), int(Count.FRONT), int(Count.BACK)
 
 
 @compiled
@@ -46,6 +50,41 @@ def pop_event(s: Scratch) -> int:
     s.heap[at].time = time
     s.heap[at].payload = item
     return top
+
+
+@compiled
+def line_up(s: Scratch, time: float, item: int) -> None:
+    """Adds an event that is probably later than those in the line."""
+    front, back = s.counts[_FRONT], s.counts[_BACK]
+    if front == back:
+        front, back = 0, 0
+    elif s.line[back - 1].time > time or back == s.line.shape[0]:
+        push_event(s, time, item)
+        return
+    s.line[back].time = time
+    s.line[back].payload = item
+    s.counts[_FRONT] = front
+    s.counts[_BACK] = back + 1
+
+
+@compiled
+def next_time(s: Scratch) -> float:
+    """Returns the time of the earliest event; inf if there is none."""
+    time = s.heap[0].time if s.counts[_HEAP] > 0 else np.inf
+    front = s.counts[_FRONT]
+    return float(min(time, s.line[front].time) if front < s.counts[_BACK] else time)
+
+
+@compiled
+def take_event(s: Scratch, now: float) -> int:
+    """Removes an event of this time and returns its item; NONE if there is no more."""
+    front = s.counts[_FRONT]
+    if front < s.counts[_BACK] and s.line[front].time == now:
+        s.counts[_FRONT] = front + 1
+        return int(s.line[front].payload)
+    if s.counts[_HEAP] > 0 and s.heap[0].time == now:
+        return pop_event(s)
+    return NONE
 
 
 @compiled

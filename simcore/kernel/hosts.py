@@ -3,7 +3,7 @@
 import numpy as np
 
 from simcore.kernel.compiled import compiled
-from simcore.kernel.heap import push_event, push_ready
+from simcore.kernel.heap import line_up, push_ready
 from simcore.kernel.records import NONE, P2P, Count, Host, Kind, Mode, Order, Scratch, Tables
 
 _READY, _ONE = int(Order.READY), int(Host.ONE)
@@ -28,7 +28,7 @@ def arrive(tables: Tables, s: Scratch, op: int, now: float) -> None:
         push_ready(tables, s, s.ops[op].place, op)
         look_at(s, s.ops[op].place)
     elif s.ops[op].issue != np.inf:
-        push_event(s, s.ops[op].issue, op * 4 + _ISSUE)
+        line_up(s, s.ops[op].issue, op * 4 + _ISSUE)
 
 
 @compiled

@@ -1,100 +1,82 @@
-"""Peak allocated bytes per device and lane, in program order."""
+"""Allocated bytes per device and lane, in program order."""
 
-from simcore.kernel.compiled import compiled
-from simcore.kernel.lanes import LANES, LaneScratch
-from simcore.kernel.records import Tables
+import numpy as np
+
+from simcore.kernel.compiled import compiled, no_alias
+from simcore.kernel.lane_tables import Index, LaneTables
+from simcore.kernel.lanes import ONE, LaneScratch, at, bit_of, spread
 
 
 @compiled
-def _hold(tables: Tables, s: LaneScratch) -> None:
-    """Counts what each device holds for the whole step."""
-    s.current[:] = 0
-    for op in range(tables.cost.shape[0]):
-        resident = tables.ops[op].resident
-        if resident > 0:
-            for lane in range(LANES):
-                s.current[s.place[op, lane], lane] += resident
-    for held in range(tables.held_bytes.shape[0]):
+def _hold(tables: LaneTables, s: LaneScratch, held: int) -> None:
+    """Counts a parameter that several units need once on each of their devices."""
+    no_alias()
+    for lane in range(len(s.lanes)):
+        seen = np.uint64(0)
         for use in range(tables.first_holder[held], tables.first_holder[held + 1]):
-            for lane in range(LANES):
-                device = s.place[tables.holders[use], lane]
-                is_first = True
-                for other in range(tables.first_holder[held], use):
-                    is_first &= s.place[tables.holders[other], lane] != device
-                s.current[device, lane] += tables.held_bytes[held] if is_first else 0
+            holder = tables.holders[use]
+            bit = bit_of(s, holder, lane)
+            new_bytes = tables.held_bytes[held] if seen & bit == 0 else 0
+            s.current[at(s, s.place[at(s, holder, lane)], lane)] += new_bytes
+            seen |= bit
 
 
 @compiled
-def _note_storage(tables: Tables, s: LaneScratch, shared: int) -> None:
-    """Finds where a storage of several units is allocated and freed on each device."""
-    begin, end = tables.first_span[shared], tables.first_span[shared + 1]
-    for index in range(begin, end):
-        span = tables.spans[index]
-        span_first, span_last, span_bytes = span.first, span.last, span.num_bytes
-        for lane in range(LANES):
-            device = s.place[span_first, lane]
-            is_new = s.stamp[device, lane] != shared
-            s.stamp[device, lane] = shared
-            first, size = s.first[device, lane], s.largest[device, lane]
-            last = s.last[device, lane]
-            s.first[device, lane] = span_first if is_new else first
-            s.largest[device, lane] = max(0 if is_new else size, span_bytes)
-            s.last[device, lane] = max(0 if is_new else last, span_last)
-    for index in range(begin, end):
-        first = tables.spans[index].first
-        for lane in range(LANES):
-            device = s.place[first, lane]
-            largest = s.largest[device, lane]
-            size = largest if s.first[device, lane] == first else 0
-            s.allocate[first, lane] += size
-            s.release[s.last[device, lane], lane] += size
+def _note_uneven(tables: LaneTables, s: LaneScratch, storage: int) -> None:
+    """Finds where a storage is allocated and freed on each device: its most bytes there count."""
+    begin, end = tables.first_uneven[storage], tables.first_uneven[storage + 1]
+    for lane in range(len(s.lanes)):
+        for index in range(begin, end):
+            span = tables.uneven[index]
+            cell = at(s, s.place[at(s, span.first, lane)], lane)
+            if s.stamp[cell] != storage:
+                s.stamp[cell] = storage
+                s.first[cell] = np.uint64(span.first)
+                s.last[cell] = np.uint64(span.last)
+                s.largest[cell] = span.num_bytes
+                continue
+            s.last[cell] = max(s.last[cell], np.uint64(span.last))
+            s.largest[cell] = max(s.largest[cell], span.num_bytes)
+        for index in range(begin, end):
+            first = np.uint64(tables.uneven[index].first)
+            cell = at(s, s.place[at(s, first, lane)], lane)
+            if s.first[cell] == first:
+                s.allocate[at(s, first, lane)] += s.largest[cell]
+                s.release[at(s, s.last[cell], lane)] += s.largest[cell]
 
 
 @compiled
-def _add_cases(tables: Tables, s: LaneScratch, op: int, begin: int, end: int) -> None:
-    """Adds to `change` the bytes of the cases in whose way no rival is."""
-    for case in range(begin, end):
-        num_bytes = tables.cases[case].num_bytes
-        first, last = tables.cases[case].first_rival, tables.cases[case + 1].first_rival
-        rival, second = tables.rivals[first], tables.rivals[last - 1]
-        if last - first <= 2:  # the usual number; one rival is looked at twice
-            for lane in range(LANES):
-                device = s.place[op, lane]
-                is_alone = (s.place[rival, lane] != device) & (s.place[second, lane] != device)
-                s.change[lane] += num_bytes if is_alone else 0
-            continue
-        for lane in range(LANES):
-            is_alone = True
-            for index in range(first, last):
-                is_alone &= s.place[tables.rivals[index], lane] != s.place[op, lane]
-            s.change[lane] += num_bytes if is_alone else 0
-
-
-@compiled
-def walk_lanes(tables: Tables, s: LaneScratch) -> None:
-    """Leaves peak bytes per device and lane in `peak`."""
-    _hold(tables, s)
-    for device in range(tables.columns.shape[0]):
-        for lane in range(LANES):
-            s.peak[device, lane] = s.current[device, lane]
-    has_uneven = tables.uneven.shape[0] > 0
-    if has_uneven:
+def open_memory(tables: LaneTables, s: LaneScratch) -> None:
+    """Counts what each device holds for the whole step, and lifetimes that need a closer look."""
+    for held in range(tables.held_bytes.shape[0]):
+        _hold(tables, s, held)
+    for cell in range(s.peak.shape[0]):
+        s.peak[cell] = s.current[cell]
+    num_uneven = tables.first_uneven.shape[0] - 1
+    if num_uneven > 0:
         s.allocate[:] = 0
-        s.release[:] = 0
         s.stamp[:] = -1
-        for index in range(tables.uneven.shape[0]):
-            _note_storage(tables, s, tables.uneven[index])
-    for op in range(tables.cost.shape[0]):
-        record = tables.ops[op]
-        for lane in range(LANES):
-            s.change[lane] = record.sure_allocate + (s.allocate[op, lane] if has_uneven else 0)
-        _add_cases(tables, s, op, record.first_start, record.first_end)
-        for lane in range(LANES):
-            device = s.place[op, lane]
-            current, peak = s.current[device, lane] + s.change[lane], s.peak[device, lane]
-            s.current[device, lane] = current
-            s.peak[device, lane] = max(peak, current + record.workspace)
-            s.change[lane] = record.sure_release + (s.release[op, lane] if has_uneven else 0)
-        _add_cases(tables, s, op, record.first_end, tables.ops[op + 1].first_start)
-        for lane in range(LANES):
-            s.current[s.place[op, lane], lane] -= s.change[lane]
+    for storage in range(num_uneven):
+        _note_uneven(tables, s, storage)
+
+
+@compiled
+def walk_op(tables: LaneTables, s: LaneScratch, op: Index) -> None:
+    """Allocates what an op needs and frees what is not used after it; peaks are left in `peak`."""
+    no_alias()
+    step = tables.steps[op]
+    has_uneven = tables.uneven.shape[0] > 0
+    for lane in range(len(s.lanes)):
+        s.change[lane] = step.allocate + (s.allocate[at(s, op, lane)] if has_uneven else 0)
+    for index in range(step.first_start, tables.steps[op + ONE].first_start):
+        use = tables.starts[index]
+        for lane in range(len(s.lanes)):
+            device, holds = s.place[at(s, op, lane)], s.holds[at(s, use.storage, lane)]
+            s.change[lane] += use.num_bytes & spread(holds, device)
+            s.holds[at(s, use.storage, lane)] = holds & ~bit_of(s, op, lane)  # it is there now
+    for lane in range(len(s.lanes)):
+        cell = at(s, s.place[at(s, op, lane)], lane)
+        current, peak = s.current[cell] + s.change[lane], s.peak[cell]
+        top = current + step.workspace
+        s.peak[cell] = top if top > peak else peak
+        s.current[cell] = current - s.release[at(s, op, lane)]

@@ -18,7 +18,7 @@ from simcore.kernel.fluid import (
     finish_comm,
     leave_engines,
 )
-from simcore.kernel.heap import pop_event, pop_ready, push_event
+from simcore.kernel.heap import line_up, pop_ready, push_event, take_event
 from simcore.kernel.hosts import advance_host, arrive, look_at
 from simcore.kernel.queues import enter, leave, num_resources, offer, route_of
 from simcore.kernel.records import (
@@ -40,7 +40,7 @@ _FIFO, _FAIR = int(Contention.FIFO), int(Contention.FAIR)
 _INLINE, _RENDEZVOUS = int(P2P.INLINE), int(P2P.RENDEZVOUS)
 _COMPUTE_END, _COMM_END = int(Kind.COMPUTE_END), int(Kind.COMM_END)
 _LATENCY_OVER, _ISSUE = int(Kind.LATENCY_OVER), int(Kind.ISSUE)
-_HEAP, _DIRTY = int(Count.HEAP), int(Count.DIRTY)
+_DIRTY = int(Count.DIRTY)
 _OFFERS, _FINISHED = int(Count.OFFERS), int(Count.FINISHED)
 _TRANSFERS, _WANTED = int(Count.TRANSFERS), int(Count.WANTED)
 
@@ -79,7 +79,7 @@ def _request(tables: Tables, mode: Mode, s: Scratch, comm: int, now: float) -> N
     if mode.contention == _FIFO:
         enter(tables, mode, s, comm)
     if over > now:
-        push_event(s, over, comm * 4 + _LATENCY_OVER)
+        line_up(s, over, comm * 4 + _LATENCY_OVER)
     else:
         s.comms[comm].latency_over = 1
         offer(s, comm)
@@ -197,8 +197,8 @@ def want_collectives(tables: Tables, s: Scratch) -> None:
 @compiled
 def apply_events(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
     """Applies every event of this time."""
-    while s.counts[_HEAP] > 0 and s.heap[0].time == now:
-        item = pop_event(s)
+    item = take_event(s, now)
+    while item != NONE:
         kind = item & 3
         index = item >> 2
         if kind == _COMPUTE_END:
@@ -212,6 +212,7 @@ def apply_events(tables: Tables, mode: Mode, s: Scratch, now: float) -> None:
             arrive(tables, s, index, now)
         else:
             _wake(tables, s, index)
+        item = take_event(s, now)
 
 
 @compiled
@@ -244,7 +245,7 @@ def _is_issued(s: Scratch, device: int, item: int, issue: float, now: float) -> 
         return True
     if issue != np.inf and s.devices[device].woken != item:
         s.devices[device].woken = item
-        push_event(s, issue, item * 4 + _ISSUE)
+        line_up(s, issue, item * 4 + _ISSUE)
     return False
 
 

@@ -63,29 +63,32 @@ def _place_by_start(tables: Tables, s: Scratch) -> None:
 
 @compiled
 def _place_by_program(tables: Tables, s: Scratch) -> None:
-    """Finds the same in program order, where only storages of several units need a look."""
-    for op in range(tables.cost.shape[0]):
+    """Finds the same in program order, where only storages of several units need a look.
+
+    Nothing branches on where ops are: such a branch would be mispredicted every other time.
+    """
+    num_ops = tables.cost.shape[0]
+    for op in range(num_ops):
         s.slots[op].allocate = tables.ops[op].allocate
         s.slots[op].release = tables.ops[op].release
-    for device in range(tables.columns.shape[0]):
-        s.devices[device].stamp = NONE
     for shared in range(tables.first_span.shape[0] - 1):
-        num_devices = 0
-        for index in range(tables.first_span[shared], tables.first_span[shared + 1]):
+        begin, end = tables.first_span[shared], tables.first_span[shared + 1]
+        for index in range(begin, end):
+            state = s.devices[s.ops[tables.spans[index].first].place]
+            state.first_touch = num_ops
+            state.last_touch = 0
+            state.largest = 0
+        for index in range(begin, end):
             span = tables.spans[index]
-            device = s.ops[span.first].place
-            state = s.devices[device]
-            if state.stamp != shared:
-                state.stamp = shared
-                s.devices[num_devices].listed = device
-                num_devices += 1
-                state.first_touch = span.first
-                state.last_touch = span.last
-                state.largest = span.num_bytes
-                continue
-            state.largest = max(state.largest, span.num_bytes)
+            state = s.devices[s.ops[span.first].place]
+            state.first_touch = min(state.first_touch, span.first)
             state.last_touch = max(state.last_touch, span.last)
-        _note_lifetimes(s, num_devices)
+            state.largest = max(state.largest, span.num_bytes)
+        for index in range(begin, end):
+            state = s.devices[s.ops[tables.spans[index].first].place]
+            s.slots[state.first_touch].allocate += state.largest
+            s.slots[state.last_touch].release += state.largest
+            state.largest = 0  # it is counted once for a device
 
 
 @compiled

@@ -4,7 +4,7 @@ import numpy as np
 
 from simcore.kernel.compiled import compiled
 from simcore.kernel.fluid import open_works, pop_end
-from simcore.kernel.heap import push_event
+from simcore.kernel.heap import next_time, push_event
 from simcore.kernel.hosts import open_hosts
 from simcore.kernel.loop import apply_events, start, want_collectives
 from simcore.kernel.queues import open_queues
@@ -13,7 +13,7 @@ from simcore.kernel.records import NONE, Count, Kind, Mode, Scratch, Tables
 
 _HEAP, _DIRTY, _TIMED = int(Count.HEAP), int(Count.DIRTY), int(Count.TIMED)
 _OFFERS, _FINISHED = int(Count.OFFERS), int(Count.FINISHED)
-_WANTED = int(Count.WANTED)
+_WANTED, _FRONT, _BACK = int(Count.WANTED), int(Count.FRONT), int(Count.BACK)
 _COMPUTE_END, _COMM_END = int(Kind.COMPUTE_END), int(Kind.COMM_END)
 
 
@@ -30,7 +30,7 @@ def _open(tables: Tables, mode: Mode, s: Scratch) -> None:
         state.num_executed = 0
         state.num_ready = 0
         state.is_dirty = 0
-    for counter in (_HEAP, _DIRTY, _OFFERS, _FINISHED, _WANTED):
+    for counter in (_HEAP, _FRONT, _BACK, _DIRTY, _OFFERS, _FINISHED, _WANTED):
         s.counts[counter] = 0
     open_queues(tables, mode, s)
     open_hosts(tables, mode, s)
@@ -44,9 +44,10 @@ def play(tables: Tables, mode: Mode, s: Scratch) -> float:
     now = 0.0
     while True:
         start(tables, mode, s, now)
-        if s.counts[_HEAP] == 0:
+        following = next_time(s)
+        if following == np.inf:
             return now
-        now = s.heap[0].time
+        now = following
         apply_events(tables, mode, s, now)
 
 
@@ -72,10 +73,11 @@ def play_fluid(tables: Tables, mode: Mode, s: Scratch) -> float:
     while True:
         start(tables, mode, s, now)
         settle(tables, mode, s, now)
-        if s.counts[_HEAP] == 0 and s.counts[_TIMED] == 0:
+        following = next_time(s)
+        if s.counts[_TIMED] > 0:
+            following = min(following, s.works[s.works[0].listed].end)
+        if following == np.inf:
             return now
-        now = s.works[s.works[0].listed].end if s.counts[_TIMED] > 0 else np.inf
-        if s.counts[_HEAP] > 0:
-            now = min(now, s.heap[0].time)
+        now = following
         _push_ends(tables, s, now)
         apply_events(tables, mode, s, now)

@@ -96,7 +96,9 @@ class Count(IntEnum):
     ACTIVE = 7  # comms under way
     CHANGED = 8  # channels whose flows have changed in this round
     WANTED = 9  # comms that are to be requested in this round
-    SIZE = 10
+    FRONT = 10  # where the line of events begins
+    BACK = 11  # and where it ends
+    SIZE = 12
 
 
 class Mode(NamedTuple):
@@ -130,10 +132,6 @@ OP = np.dtype(
         ("leader", np.int64),  # first op of its unit
         ("allocate", np.int64),  # bytes, in program order, of storages that one unit has to itself
         ("release", np.int64),  # bytes, likewise
-        ("sure_allocate", np.int64),  # bytes: these, and of storages it is the first to touch
-        ("sure_release", np.int64),  # bytes: these, and of storages it is the last to touch
-        ("first_start", np.int64),  # offset into cases: storages it may have to allocate
-        ("first_end", np.int64),  # offset into cases: storages it may have to free
         ("op_class", np.int64),  # row of slow
         ("collective", np.int64),  # which collective it is, NONE = it computes
     ]
@@ -178,12 +176,6 @@ PAIR = np.dtype(
         ("reachable", np.int64),  # 1 = there is a route
     ]
 )
-CASE = np.dtype(
-    [
-        ("num_bytes", np.int64),  # changed by the op where none of the rivals is on its device
-        ("first_rival", np.int64),  # offset into rivals; they end where the next case's begin
-    ]
-)
 
 
 class Tables(NamedTuple):
@@ -200,9 +192,6 @@ class Tables(NamedTuple):
     readers: NDArray[np.int64]  # [...] first op of each other unit that reads a tensor
     first_span: NDArray[np.int64]  # [shared + 1] offsets into spans, per storage of several units
     spans: Records  # SPAN [span] what a unit does to a storage, by first op
-    uneven: NDArray[np.int64]  # [...] shared storages of which units use unlike bytes; no cases
-    cases: Records  # CASE [case + 1]
-    rivals: NDArray[np.int64]  # [...] ops that are in the way of a case if on the same device
     first_holder: NDArray[np.int64]  # [held + 1] offsets into holders, per shared parameter
     holders: NDArray[np.int64]  # [...] leaders of the units that need it on their device
     held_bytes: NDArray[np.int64]  # [held] bytes
@@ -341,6 +330,7 @@ class Scratch(NamedTuple):
     nodes: Records  # NODE [node]
     queues: Records  # QUEUE [resource]
     heap: Records  # EVENT [event]
+    line: Records  # EVENT [event] in the order of their time
     offers: NDArray[np.int64]  # [offer] stack of transfers that may start in this round
     wanted: NDArray[np.int64]  # [comm] stack of comms to be requested in this round
     counts: NDArray[np.int64]  # [Count]
@@ -392,6 +382,7 @@ def make_scratch(tables: Tables) -> Scratch:
         nodes=make_records(int(first_node[-1]), NODE),
         queues=make_records(len(tables.bandwidth) + 2 * num_devices, QUEUE),
         heap=make_records(2 * num_ops + 2 * comms + 2 * num_devices, EVENT),
+        line=make_records(num_ops + comms + 1, EVENT),
         offers=np.zeros(int(first_node[-1]) + comms, np.int64),
         wanted=np.zeros(comms, np.int64),
         counts=np.zeros(int(Count.SIZE), np.int64),
