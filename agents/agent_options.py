@@ -35,6 +35,7 @@ def learners_of(args: argparse.Namespace) -> tuple[Any, ...]:
 
     Raises:
         UsageError: options without ``--agent``, no such checkpoint, or no placements to propose.
+        PlacewrightError: a checkpoint that cannot be read; it is, so that no search starts in vain.
     """
     if args.agent is None:
         if args.checkpoint is not None or args.zero_shot:
@@ -45,5 +46,7 @@ def learners_of(args: argparse.Namespace) -> tuple[Any, ...]:
     path = args.checkpoint or SHIPPED / f"{args.agent}.pt"
     if not path.is_file():
         raise UsageError(f"--agent {args.agent}: there is no checkpoint {path} (--checkpoint)")
-    planner = importlib.import_module("agents.planners.trained").TrainedPlanner
-    return (planner(checkpoint=path, tune=not args.zero_shot, name=args.agent),)
+    trained = importlib.import_module("agents.planners.trained").TrainedPlanner
+    planner = trained(checkpoint=path, tune=not args.zero_shot, name=args.agent)
+    planner.load()
+    return (planner,)

@@ -123,7 +123,7 @@ class Search:
             planner.search(self.space, rng, own, self.recorder)
             self.finished.add(planner.name)
             if is_baseline:
-                self.budget.charge(own.used)
+                self._charge(own.used)
 
     def _run_copies(self) -> None:
         self.stage = DATA_PARALLEL
@@ -134,7 +134,14 @@ class Search:
             is_pinned=bool(self.constraints.pins),
         )
         self.recorder.evaluations += self.copies.evaluations
-        self.budget.charge(self.copies.evaluations)
+        self._charge(self.copies.evaluations)
+
+    def _charge(self, evaluations: int) -> None:
+        """Charges what baselines simulate; they leave half to a strategy that is asked for."""
+        whole = self.budget.evaluations
+        if whole is not None and self.strategy in ALONE:
+            evaluations = max(0, min(evaluations, whole // 2 - self.budget.used))
+        self.budget.charge(evaluations)
 
     def _run_pipelines(self) -> None:
         """Searches for pipelines, unless nothing of the budget is left or none can win."""
@@ -167,6 +174,7 @@ class Search:
             space=self.space,
             reserve_memory=self.constraints.reserve_memory_bytes,
             listener=self._note_other,
+            proves=is_only,
         )
         self._note(self.recorder, self.budget)
         winner = self.winner()

@@ -103,6 +103,39 @@ def attention(batch: int | str, *, heads: int = 4, width: int = 32, length: int 
     return maker.model((("x", TensorProto.FLOAT, [batch, length, width]),), out)
 
 
+def recurrent(op: str, gates: int, *, directions: int = 1, layout: int = 0) -> Any:
+    """Returns one recurrent layer, 32 wide with 64 hidden, and a product behind it."""
+    maker, hidden, way = Maker(), 64, "bidirectional" if directions == 2 else "forward"
+    now = "x" if layout else maker.node("Transpose", "x", perm=[1, 0, 2])
+    weights = [
+        maker.weight("rnn.w", directions, gates * hidden, 32),
+        maker.weight("rnn.r", directions, gates * hidden, hidden),
+        maker.weight("rnn.b", directions, 2 * gates * hidden),
+    ]
+    outputs = 3 if op == "LSTM" else 2
+    options = {"hidden_size": hidden, "direction": way, "layout": layout}
+    now = maker.node(op, now, *weights, outputs=outputs, **options)
+    if not layout:
+        now = maker.node("Transpose", now, perm=[2, 0, 1, 3])
+    now = maker.node("Reshape", now, maker.numbers("flat", [0, 0, -1]))
+    now = maker.node("MatMul", now, maker.weight("head.weight", directions * hidden, 8))
+    return maker.model((("x", TensorProto.FLOAT, ["batch", 10, 32]),), now)
+
+
+def resized(mode: str, **inputs: Any) -> Any:
+    """Returns a convolution and a Resize of its pictures to twice their size."""
+    maker = Maker()
+    now = maker.node("Conv", "x", maker.weight("c.weight", 4, 3, 3, 3), pads=[1] * 4)
+    if "sizes" in inputs:
+        names = ["", "", maker.numbers("sizes", inputs["sizes"])]
+    else:
+        factors = helper.make_tensor("scales", TensorProto.FLOAT, [4], [1.0, 1.0, 2.0, 2.0])
+        maker.initializers.append(factors)
+        names = ["", "scales"]
+    now = maker.node("Resize", now, *names, mode=mode)
+    return maker.model((("x", TensorProto.FLOAT, ["batch", 3, 16, 16]),), now)
+
+
 def save(model: Any, path: Path) -> Path:
     path.write_bytes(model.SerializeToString())
     return path

@@ -15,7 +15,7 @@ from simcore import cli as command_line
 from simcore.errors import CaptureError, GraphError, JobError
 from simcore.frontends.torch_capture import capture
 from simcore.frontends.torch_onnx_nodes import FUNCTIONS
-from simcore.graph import OpGraph, Phase
+from simcore.graph import OpClass, OpGraph, Phase
 from simcore.job import Job
 from simcore.sharding.groups import find_linkage
 from simcore.sharding.named import find_roles
@@ -147,11 +147,66 @@ def test_batch_norm_keeps_statistics_and_trains_the_rest(load: Any) -> None:
 
 
 def test_an_op_that_is_not_known_is_named_with_its_node(load: Any) -> None:
-    assert "NonMaxSuppression" not in FUNCTIONS
-    with pytest.raises(CaptureError, match=r"m\.onnx: node \S+ \(LSTM\): this op is not supported"):
-        load(onnx_models.one_node("LSTM", (4, 8), hidden_size=4))
+    assert "Det" not in FUNCTIONS
+    with pytest.raises(CaptureError, match=r"m\.onnx: node \S+ \(Det\): this op is not supported"):
+        load(onnx_models.one_node("Det", (4, 8, 8)))
     with pytest.raises(CaptureError, match=r"node gemm_1 \(Gemm\)"):
         load(onnx_models.one_node("Gemm", (4, 8), (9, 5)))
+
+
+@pytest.mark.parametrize("layout", [0, 1])
+@pytest.mark.parametrize(
+    ("op", "gates", "directions"), [("LSTM", 4, 1), ("LSTM", 4, 2), ("GRU", 3, 1), ("RNN", 1, 1)]
+)
+def test_a_recurrent_layer_is_that_of_torch(
+    load: Any, op: str, gates: int, directions: int, layout: int
+) -> None:
+    graph, job = load(onnx_models.recurrent(op, gates, directions=directions, layout=layout))
+    made = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}[op]
+    layer = made(32, 64, bidirectional=directions == 2, batch_first=True)
+    known = capture(_Layer(layer, directions * 64), torch.zeros(32, 10, 32), name="known")
+    assert job.batch == 32
+    assert int(graph.elements.sum()) == int(known.elements.sum())
+    ours, theirs = (
+        each.at_batch(32).flops[each.op_class == OpClass.RNN] for each in (graph, known)
+    )
+    assert len(ours) == len(theirs) == 2  # forward and backward
+    assert ours.tolist() == theirs.tolist()
+    assert flops(graph, 32) == pytest.approx(flops(known, 32), rel=0.01)
+
+
+class _Layer(nn.Module):
+    """A recurrent layer and a product behind it."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.layer(x)[0])
+        return scores.mean()
+
+
+def test_what_torch_has_no_recurrent_layer_for_is_refused(load: Any) -> None:
+    model = onnx_models.recurrent("GRU", 3)
+    names = [node.op_type for node in model.graph.node]
+    layer = model.graph.node[names.index("GRU")]
+    layer.attribute.append(onnx_models.helper.make_attribute("activations", ["Affine", "Tanh"]))
+    with pytest.raises(CaptureError, match=r"node \S+ \(GRU\): activations Affine, Tanh are not"):
+        load(model)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+@pytest.mark.parametrize("inputs", [{}, {"sizes": [1, 4, 32, 32]}])
+def test_a_resize_doubles_pictures_and_its_factors_are_no_parameters(
+    load: Any, mode: str, inputs: dict[str, list[int]]
+) -> None:
+    graph, _ = load(onnx_models.resized(mode, **inputs), batch=8)
+    assert int(graph.elements.sum()) == 4 * 3 * 3 * 3
+    name = {"nearest": "aten.upsample_nearest2d", "linear": "aten.upsample_bilinear2d"}[mode]
+    op = next(k for k, target in enumerate(graph.op_targets) if target == name)
+    written = graph.tensor_bytes[int(graph.first_output[op])]
+    assert written.tolist() == [0, 4 * 32 * 32 * 4]
 
 
 def test_a_sequence_length_that_no_input_has_is_refused(load: Any) -> None:

@@ -34,6 +34,7 @@ KINDS = (WHOLE, *STYLES, BEST)
 SLOTS = ("stages", "shards", "kind", "microbatches", "schedule", "zero", "recompute")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 ZERO = (0, 1, 3)
+_SAYS = {WHOLE: "no op split", BEST: "the split of least seconds in sum"}
 _AXIS = "tp"
 
 
@@ -100,7 +101,7 @@ class Combined:
         """Returns what the slot behind those that a row fills may hold."""
         slot = SLOTS[len(row)]
         if slot == "stages":
-            most = len(self._chain.places) - 1 if self._chain is not None else 1
+            most = len(self.chain.places) - 1 if self.chain is not None else 1
             return [k for k, number in enumerate(self.stages) if number <= most]
         left = len(self.devices) // self.stages[row[0]]
         if slot == "shards":
@@ -111,7 +112,7 @@ class Combined:
         """Returns what a slot may hold where so many of the devices of a stage share a copy."""
         copies, batch = left // shards, self.space.problem.job.batch or 1
         if slot == "kind":
-            split = [k for k, kind in enumerate(KINDS) if self._groups(shards, kind)]
+            split = [k for k, kind in enumerate(KINDS) if self.groups(shards, kind)]
             return [0] if shards == 1 else split
         if slot == "microbatches":
             return [k for k, n in enumerate(self.microbatches) if batch % (n * copies) == 0]
@@ -122,7 +123,9 @@ class Combined:
         return [0, 1]
 
     def says(self, slot: int, action: int) -> str:
-        """Returns what an action of a slot is, in a word."""
+        """Returns what an action of a slot is, in words."""
+        if SLOTS[slot] == "kind":
+            return _SAYS.get(KINDS[action], f"{KINDS[action]} parallel")
         values: tuple[object, ...] = (
             self.stages, self.stages, KINDS, self.microbatches, SCHEDULES, ZERO, ("none", "full")
         )[slot]  # fmt: skip
@@ -137,18 +140,19 @@ class Combined:
                 layout.chain()
             except PlanError:
                 continue
-            if self._chain is not None and layout.num_stages < len(self._chain.places):
+            if self.chain is not None and layout.num_stages < len(self.chain.places):
                 found.append(number)
         return found
 
     @cached_property
-    def _chain(self) -> Chain | None:
+    def chain(self) -> Chain | None:
+        """The model as a chain that stages are cut from, None where it cannot be cut."""
         try:
             return Chain.build(self.space)
         except PlacewrightError:
             return None
 
-    def _groups(self, shards: int, kind: str) -> tuple[str, ...]:
+    def groups(self, shards: int, kind: str) -> tuple[str, ...]:
         """Returns names of the groups that a kind splits, none where it does not exist."""
         key = (shards, kind)
         if kind == WHOLE:
@@ -183,7 +187,7 @@ class Combined:
         """Returns filled slots as a plan, None where stages cannot be cut so."""
         problem, names = self.space.problem, self.space.problem.cluster.device_names
         number, shards = self.stages[row[0]], self.stages[row[1]]
-        groups, rounds = self._groups(shards, KINDS[row[2]]), self.microbatches[row[3]]
+        groups, rounds = self.groups(shards, KINDS[row[2]]), self.microbatches[row[3]]
         width = len(self.devices) // number
         ranks = tuple(self.devices[k * width : (k + 1) * width] for k in range(number))
         plan = Plan.data_parallel(
@@ -226,9 +230,9 @@ class Combined:
             return [whole]
         problem, names = self.space.problem, self.space.problem.cluster.device_names
         bounds = self._bounds(ranks, rhythm)
-        if bounds is None or self._chain is None:
+        if bounds is None or self.chain is None:
             return None
-        units = [problem.graph.unit_names[unit] for unit in self._chain.order.tolist()]
+        units = [problem.graph.unit_names[unit] for unit in self.chain.order.tolist()]
         layout = Layout(devices=ranks, microbatches=rhythm[0], schedule=rhythm[1])
         return [
             msgspec.structs.replace(
@@ -247,12 +251,12 @@ class Combined:
         rounds, schedule, shards = rhythm
         layout = Layout(devices=ranks, microbatches=rounds, schedule=schedule)
         batch = self.space.problem.job.batch or 1
-        if self._chain is None:
+        if self.chain is None:
             return None
         if batch % (rounds * layout.copies):
             layout = replace(layout, devices=tuple((rank[0],) for rank in ranks))
         for margin in (float(shards), math.inf):
-            found = self._chain.cut(layout, margin=margin)
+            found = self.chain.cut(layout, margin=margin)
             if found is not None:
                 return found.bounds
         return None

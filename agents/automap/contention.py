@@ -44,10 +44,37 @@ def link_rates(space: ShardSpace) -> NDArray[np.float64]:
     rates = np.zeros(space.tables.timings.shape[:2])
     for row, change, algorithm, groups in _used(space):
         kind = change.name.lower()
-        rates[row, change] = min(
-            _loads(space.cluster, kind, groups, algorithm, size)[0] / size for size in _PROBES
-        )
+        rates[row, change] = busiest_rate(space.cluster, kind, groups, algorithm)
     return rates
+
+
+def busiest_rate(
+    cluster: Cluster, kind: str, groups: list[list[int]], algorithm: str = AUTO
+) -> float:
+    """Returns s per byte for which the link is busy that carries most, at least; see `link_rates`.
+
+    Args:
+        cluster: the cluster.
+        kind: of the collective.
+        groups: device indices of each group; all do the same at the same time.
+        algorithm: how it is done.
+    """
+    return min(_loads(cluster, kind, groups, algorithm, size)[0] / size for size in _PROBES)
+
+
+def alone_ratio(space: ShardSpace, axis: int) -> float:
+    """Returns how busy one group of an axis keeps its busiest link, over all groups; at most 1.
+
+    0 where there is no such axis: nothing is known of it then, and nothing needed.
+    """
+    found = []
+    for row, change, algorithm, groups in _used(space):
+        if row == axis:
+            kind = change.name.lower()
+            whole = busiest_rate(space.cluster, kind, groups, algorithm)
+            alone = max(busiest_rate(space.cluster, kind, [g], algorithm) for g in groups)
+            found.append(alone / whole if whole else 1.0)
+    return min(1.0, *found) if found else 0.0
 
 
 def _used(space: ShardSpace) -> Iterator[tuple[int, Change, str, list[list[int]]]]:

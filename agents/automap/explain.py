@@ -25,6 +25,7 @@ from simcore.sharding.groups import BATCH
 from simcore.units import format_bytes, format_seconds
 
 _SHOWN = 4  # groups of each sort that are told in words
+_LEAST = 1e-4  # part of the step; less is not worth a word
 _SUMS = "sum_over_copies"  # of gradients, in buckets
 
 
@@ -98,11 +99,14 @@ class Explained:
 
     def lines(self) -> list[str]:
         """Returns sentences."""
-        lines = [_sentence(group) for group in self.split[:_SHOWN]]
+        lines = [_sentence(group, self.step_time) for group in self.split[:_SHOWN]]
         if len(self.split) > _SHOWN:
             rest = sum(max(0.0, group.saves) for group in self.split[_SHOWN:])
-            lines.append(f"{len(self.split) - _SHOWN} more are split, {format_seconds(rest)}.")
-        shown = [_sentence(group) for group in self.whole[:_SHOWN]]
+            saved = (
+                f", which saves {format_seconds(rest)}" if rest > _LEAST * self.step_time else ""
+            )
+            lines.append(f"{len(self.split) - _SHOWN} more are split{saved}.")
+        shown = [_sentence(group, self.step_time) for group in self.whole[:_SHOWN]]
         more = len(self.whole) - len(shown)
         lines += shown + ([f"{more} more stay whole."] if more else [])
         hidden = max(0.0, self.computing + self.communication - self.step_time)
@@ -264,24 +268,29 @@ def _collectives(problem: OperatorPartition, rows: NDArray[np.int8]) -> NDArray[
     return extended(found[0], found[1:], problem.folded.layers)
 
 
-def _sentence(group: Choice) -> str:
+def _sentence(group: Choice, step_time: float) -> str:
     times = f" ({group.members} alike)" if group.members > 1 else ""
-    more = "less" if group.computing >= 0 else "more"
-    effects = [f"{format_seconds(abs(group.computing))} {more} computing"]
+    effects = []
+    if abs(group.computing) >= _LEAST * step_time:
+        more = "less" if group.computing >= 0 else "more"
+        effects.append(f"{format_seconds(abs(group.computing))} {more} computing")
     if abs(group.kept) >= 1:
         sign = "less" if group.kept >= 0 else "more"
         effects.append(f"{format_bytes(abs(group.kept))} {sign} kept on a device")
     effects += [_payment(kind, each) for kind, each in group.paid.items()]
+    inside = f" ({', '.join(effects)})" if effects else ""
+    is_worth = abs(group.saves) >= _LEAST * step_time
     if group.is_split:
         verb = "saves" if group.saves >= 0 else "costs"
-        says = f"is split along {group.axis}: {verb} {format_seconds(abs(group.saves))} of the step"
+        effect = f"{verb} {format_seconds(abs(group.saves))} of the step"
+        says = f"is split along {group.axis}: {effect if is_worth else 'as fast as whole'}"
     else:
         verb = "cost" if group.saves <= 0 else "save"
+        effect = f"would {verb} {format_seconds(abs(group.saves))}"
         says = (
-            f"stays whole: a split along {group.axis} would {verb} "
-            f"{format_seconds(abs(group.saves))}"
+            f"stays whole: a split along {group.axis} {effect if is_worth else 'changes nothing'}"
         )
-    return f"{group.name}{times} {says} ({', '.join(effects)})."
+    return f"{group.name}{times} {says}{inside}."
 
 
 def _payment(kind: str, paid: Paid) -> str:

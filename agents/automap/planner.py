@@ -5,13 +5,16 @@ every plan is tried, where they are few) on the compiled simulator. The best pla
 handed out, to be simulated in full by whoever asked.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agents.automap.bounds import lean_bound, mesh_bound
 from agents.automap.eliminate import eliminate
 from agents.automap.ilp import Limits, solve
 from agents.automap.operators import OperatorPartition
@@ -20,6 +23,7 @@ from agents.planners.recorder import Budget
 from agents.planners.space import PlacementSpace
 from simcore.cluster import Cluster
 from simcore.errors import PlacewrightError
+from simcore.lower import Problem
 from simcore.plan import Plan
 from simcore.profile_store import load_profile
 from simcore.shard_batch import simulate_folded
@@ -27,6 +31,7 @@ from simcore.shard_batch import simulate_folded
 AXES = ("x", "y")
 EVALUATIONS = 1500  # of annealing on a mesh
 _FEW = 4096  # plans that are all tried
+_TABLES = 0.6  # of the seconds, where all meshes are looked at first
 
 
 class Grouped(NamedTuple):
@@ -56,6 +61,15 @@ class Grouped(NamedTuple):
     def rank(self) -> tuple[int, float]:
         """What decides which of two is better, least first."""
         return self.overflow, self.step_time
+
+
+class Laid(NamedTuple):
+    """A mesh whose tables are made."""
+
+    problem: OperatorPartition
+    start: NDArray[np.int8]  # [decision] the best plan of the additive objective
+    optimum: float  # s, of it
+    bound: float  # s that no plan of the mesh beats, in less memory neither
 
 
 def meshes(count: int) -> list[dict[str, int]]:
@@ -91,29 +105,85 @@ def device_sets(cluster: Cluster, allowed: Sequence[str] | None = None) -> list[
     return [names, [name for name in names if node[name] == most]]
 
 
-def grouped_plans(
-    space: PlacementSpace,
-    sets: Sequence[Sequence[str]],
-    budget: Budget,
-    *,
-    reserve_memory: int = 0,
-) -> list[Grouped]:
-    """Returns the best plan of each mesh, best first; what was found when the budget was spent.
+@dataclass(slots=True, kw_only=True)
+class GroupSearch:
+    """The search over plans of groups; may be read while it goes on.
 
-    Args:
+    Attributes:
         space: gives the graph, the cluster and the job.
         sets: names of GPUs of one kind, [set][GPU]; each is searched.
-        budget: what pays; an evaluation is one plan on the compiled simulator.
         reserve_memory: bytes to leave free on every GPU.
+        proves: whether the tables of all meshes are made first, so that no plan beats `bound`, and
+            the most promising mesh is searched first; else mesh after mesh.
+        limit: s; meshes whose plans cannot be faster are not searched.
+        found: the best plan of each mesh that was searched.
+        bound: s that no plan of the meshes that were looked at beats.
+        unknown: meshes that were not looked at.
+        failed: meshes without a plan of groups.
     """
-    found = []
-    for names, mesh in _rounds(sets):
-        if not budget.left():
-            break
-        best = _best_of(space, names, mesh, budget, reserve_memory)
-        if best is not None:
-            found.append(best)
-    return sorted(found, key=lambda each: each.rank)
+
+    space: PlacementSpace
+    sets: Sequence[Sequence[str]]
+    reserve_memory: int = 0
+    proves: bool = False
+    limit: float = math.inf
+    found: list[Grouped] = field(default_factory=list)
+    bound: float = math.inf
+    unknown: int = 0
+    failed: int = 0
+
+    def run(self, budget: Budget) -> None:
+        """Searches until the budget is spent; an evaluation is one on the compiled simulator."""
+        for laid in self._promising(budget) if self.proves else self._laid(budget):
+            if laid.bound >= self.limit or not budget.left():
+                continue
+            best = _best_of(laid, budget)
+            if best is not None:
+                self.found = sorted([*self.found, best], key=lambda each: each.rank)
+
+    def _promising(self, budget: Budget) -> list[Laid]:
+        """Returns all meshes, those first whose optimum of the additive objective is least."""
+        tables = budget.part(_TABLES) if budget.seconds_left() is not None else Budget()
+        return sorted(self._laid(tables), key=lambda laid: laid.optimum)
+
+    def _laid(self, budget: Budget) -> Iterator[Laid]:
+        """Yields meshes and notes their bounds; the first whatever is left of the budget."""
+        shares = self.space.problem.settings.contention != "none"
+        for number, (names, mesh) in enumerate(_rounds(self.sets)):
+            if number and not budget.left():
+                self.unknown += 1
+                continue
+            laid = _lay(self.space.problem, (names, mesh), self.reserve_memory, shares)
+            if laid is None:
+                self.failed += 1
+                continue
+            self.bound = min(self.bound, laid.bound)
+            yield laid
+
+
+def _lay(
+    task: Problem, where: tuple[Sequence[str], dict[str, int]], reserve: int, shares: bool
+) -> Laid | None:
+    """Returns the problem of a mesh, None where it has no plan.
+
+    Args:
+        task: the graph, the cluster and the job.
+        where: names of devices, and the mesh.
+        reserve: bytes to leave free on every GPU.
+        shares: whether collectives at the same time slow each other down.
+    """
+    try:
+        problem = OperatorPartition.build(
+            task.graph, task.cluster, task.job, *where, reserve_memory=reserve
+        )
+        start, least = optimum(problem)
+        bounds = [
+            mesh_bound(problem.additive, shares_links=shares),
+            lean_bound(problem, shares_links=shares),
+        ]
+    except PlacewrightError:
+        return None
+    return Laid(problem, start, least, min(bounds))
 
 
 def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
@@ -158,22 +228,9 @@ def search(
     return anneal(problem, evaluations, seed=0, start=chosen, goes_on=goes_on)
 
 
-def _best_of(
-    space: PlacementSpace,
-    names: Sequence[str],
-    mesh: dict[str, int],
-    budget: Budget,
-    reserve_memory: int,
-) -> Grouped | None:
+def _best_of(laid: Laid, budget: Budget) -> Grouped | None:
     """Returns the best plan of a mesh, None where it has none that splits along every axis."""
-    task = space.problem
-    try:
-        problem = OperatorPartition.build(
-            task.graph, task.cluster, task.job, names, mesh, reserve_memory=reserve_memory
-        )
-        start, least = optimum(problem)
-    except PlacewrightError:
-        return None
+    problem, start, least, _ = laid
     room = budget.room()
     most = EVALUATIONS if room is None else min(EVALUATIONS, room)
     found = search(problem, start, max(1, most), budget.left)
@@ -185,7 +242,8 @@ def _best_of(
     plan = None if best is None else problem.plan(best)
     if best is None or plan is None:
         return None
-    worth = simulate_folded(problem.folded, best[None], reserve_memory=reserve_memory)
+    reserve = problem.reserve_memory
+    worth = simulate_folded(problem.folded, best[None], reserve_memory=reserve)
     additive = float(problem.additive.cost(problem.additive.objective(), best[None])[0])
     times = float(worth.step_time[0]), int(worth.overflow[0])
     return Grouped(plan, problem, best, *times, additive, least, found.is_exact)

@@ -1,28 +1,33 @@
 """Pipelines of sharded stages: search over the combined problem by simulation.
 
 For every number of ranks and of devices that share a stage the usual plan is tried first (tensor
-parallel, four microbatches a rank), in less memory where it does not fit; what would be slower than
-the best plan even without communication is left out. From the best of them one slot after another
-is changed as long as that helps. Every plan is simulated in full, with equal devices folded.
+parallel, four microbatches a rank), in less memory where it does not fit; what cannot beat the best
+plan (`agents.automap.combined_bound`) is left out. From the best of them one slot after another is
+changed as long as that helps. Every plan is simulated in full, with equal devices folded.
+
+Plans that share nothing out are tried only while nothing else fits. A sharded optimizer is taken
+only where it is needed, or gains more than the model's error.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from agents.automap.combined import BEST, KINDS, SLOTS, WHOLE, ZERO, Combined
+from agents.automap.combined_bound import CombinedBound
 from agents.planners.pipeline_layouts import MOST_PER_RANK
 from agents.planners.recorder import Budget
 from simcore.plan import Plan
+from simcore.plan_summary import MODEL_ERROR
 
 Row = tuple[int, ...]
+T = TypeVar("T")
 _STAGES, _SHARDS, _KIND, _ROUNDS, _ZERO, _RECOMPUTE = (
     SLOTS.index(name) for name in ("stages", "shards", "kind", "microbatches", "zero", "recompute")
 )
-_AGAIN = 1.0 / 3.0  # of forward and backward, what the forward is
 # ZeRO and recomputation, while a plan does not fit
 _FALLBACKS = ((0, 0), (0, 1), (1, 0), (1, 1), (3, 1))
 
@@ -44,11 +49,18 @@ class CombinedSearch:
         problem: the combined problem.
         listener: called after each simulation.
         tried: seconds (inf = is no plan) and bytes over the memory of every row.
+        limit: s; plans that cannot be faster are not tried.
+        bound: what a plan cannot beat.
     """
 
     problem: Combined
     listener: Callable[[Budget], None] | None = None
     tried: dict[Row, tuple[float, int]] = field(default_factory=dict)
+    limit: float = math.inf
+    bound: CombinedBound = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bound = CombinedBound(problem=self.problem)
 
     def run(self, budget: Budget) -> None:
         """Searches until nothing helps or the budget is spent."""
@@ -57,7 +69,9 @@ class CombinedSearch:
                 lean = self._with(self._with(row, _ZERO, ZERO.index(zero)), _RECOMPUTE, recompute)
                 if not budget.left():
                     return
-                if lean is not None and self._may_win(lean) and self._try(lean, budget):
+                if lean is None or not self._may_win(lean):
+                    continue
+                if self._try(lean, budget) and (self._is_sharded(lean) or lean == row):
                     break
         here = None
         while here != self.row and self.row is not None:
@@ -71,8 +85,16 @@ class CombinedSearch:
     @property
     def row(self) -> Row | None:
         """The best plan's slots, or those of the plan that is least over; None: there is none."""
-        plans = (row for row, (seconds, _) in self.tried.items() if math.isfinite(seconds))
-        return min(plans, key=lambda row: self.tried[row][::-1], default=None)
+        fitting = [row for row in self._plans() if not self.tried[row][1]]
+        sharded = [row for row in fitting if self._is_sharded(row)]
+        if fitting:
+            return preferred(sharded or fitting, self._seconds, lambda row: ZERO[row[_ZERO]])
+        return min(self._plans(), key=lambda row: self.tried[row][::-1], default=None)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `plan` fits and shares anything out."""
+        return self.fits and self.row is not None and self._is_sharded(self.row)
 
     @property
     def plan(self) -> Plan | None:
@@ -90,17 +112,24 @@ class CombinedSearch:
         return self.row is not None and self.tried[self.row][1] == 0
 
     def alternatives(self) -> list[Alternative]:
-        """Returns for each slot the best plan that was tried with something else in it."""
+        """Returns for each slot the best plan that was tried with something else in it.
+
+        None that is faster: it shares nothing out, or has more of ZeRO and is little faster.
+        """
         best, found = self.row, []
         if best is None or not self.fits:
             return []
-        fitting = {row: time for row, (time, over) in self.tried.items() if not over}
+        slower = {
+            row: time - self.step_time
+            for row, (time, over) in self.tried.items()
+            if not over and self.step_time <= time < math.inf
+        }
         for slot, name in enumerate(SLOTS):
-            others = [row for row in fitting if row[slot] != best[slot]]
-            other = min(others, key=lambda row: fitting[row], default=None)
-            if other is not None and math.isfinite(fitting[other]):
+            others = [row for row in slower if row[slot] != best[slot]]
+            other = min(others, key=slower.__getitem__, default=None)
+            if other is not None:
                 says = [self.problem.says(slot, row[slot]) for row in (best, other)]
-                found.append(Alternative(name, says[0], says[1], fitting[other] - fitting[best]))
+                found.append(Alternative(name, says[0], says[1], slower[other]))
         return found
 
     def _try(self, row: Row, budget: Budget) -> bool:
@@ -113,6 +142,28 @@ class CombinedSearch:
         seconds, over = self.tried[row]
         return math.isfinite(seconds) and not over
 
+    def _plans(self) -> Iterator[Row]:
+        return (row for row, (seconds, _) in self.tried.items() if math.isfinite(seconds))
+
+    def _seconds(self, row: Row) -> float:
+        return self.tried[row][0]
+
+    def _is_sharded(self, row: Row) -> bool:
+        """Whether a plan shares anything out; a sharded optimizer counts where it is needed."""
+        if self.problem.stages[row[_SHARDS]] > 1 or not self.bound.shares(row):
+            return self.bound.shares(row)
+        whole = self.tried.get((*row[:_ZERO], 0, *row[_ZERO + 1 :]))
+        return whole is not None and (whole[1] > 0 or not math.isfinite(whole[0]))
+
+    def _may_win(self, row: Row) -> bool:
+        is_found = self.is_sharded or math.isfinite(self.limit)
+        if is_found and not self.bound.shares(row) and self.problem.stages[row[_STAGES]] > 1:
+            return False  # a single stage still tells whether copies need a sharded optimizer
+        best = min(self.limit, self.step_time if self.is_sharded else math.inf)
+        if math.isinf(best):  # the bound takes a while
+            return True
+        return self._least(row) < best and self.bound.of(row) < best
+
     def _least(self, row: Row) -> float:
         """Returns about the seconds of a plan in which stages are equal and nothing is sent."""
         problem = self.problem
@@ -120,13 +171,13 @@ class CombinedSearch:
         work = float(problem.space.problem.seconds[:, devices].min(axis=1).sum())
         ranks, rounds = problem.stages[row[_STAGES]], problem.microbatches[row[_ROUNDS]]
         fill = (rounds + ranks - 1) / rounds if row[SLOTS.index("schedule")] == 0 else 1.0
-        return work / len(devices) * fill * (1.0 + _AGAIN * row[_RECOMPUTE])
-
-    def _may_win(self, row: Row) -> bool:
-        return not self.fits or self._least(row) < self.step_time
+        return work / len(devices) * fill
 
     def _usual(self) -> list[Row]:
-        """Returns the usual plans for each number of ranks and shards, the most promising first."""
+        """Returns the usual plans for each number of ranks and shards, the most promising first.
+
+        Pipelines that share nothing out come last.
+        """
         found = []
         for stages in self.problem.legal(()):
             for shards in self.problem.legal((stages,)):
@@ -135,8 +186,9 @@ class CombinedSearch:
                 for place, kind in enumerate(kind for kind in known if kind in kinds):
                     row = self._filled([stages, shards, kind])
                     if row is not None:
-                        found.append((place, self._least(row), row))
-        return [row for _, _, row in sorted(found)]
+                        is_last = self.problem.stages[shards] == 1 < self.problem.stages[stages]
+                        found.append((is_last, place, self._least(row), row))
+        return [each[-1] for each in sorted(found)]
 
     def _filled(self, row: list[int]) -> Row | None:
         """Returns a row with the usual choice in the slots that are open."""
@@ -173,3 +225,18 @@ class CombinedSearch:
                 other = None if action == row[slot] else self._with(row, slot, action)
                 if other is not None:
                     yield other
+
+
+def preferred(
+    plans: Iterable[T], seconds: Callable[[T], float], zero: Callable[[T], int]
+) -> T | None:
+    """Returns the fastest plan, or one with less of ZeRO that is as fast within the model's error.
+
+    Args:
+        plans: that fit.
+        seconds: of a plan.
+        zero: the stage of ZeRO of a plan, 0 = its optimizer is not sharded.
+    """
+    ranked = sorted(plans, key=seconds)
+    near = [each for each in ranked if seconds(each) <= (1.0 + MODEL_ERROR) * seconds(ranked[0])]
+    return min(near, key=zero, default=None)  # of equal ones the first

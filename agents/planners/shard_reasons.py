@@ -20,6 +20,7 @@ from simcore.shards import OWN, is_sharded, linkage_of
 from simcore.units import format_seconds
 
 _LEAST = 1e-4  # part of the step; less is not worth a word
+_NOTHING_SHARED = "No plan that shares out more than the samples fits; this one does not."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Reasons:
         slots: what else was tried of a pipeline.
         runner_up: seconds and name of the next best plan that is laid out otherwise.
         caveat: what the groups were compared without.
+        shares: whether more is shared out than the samples.
     """
 
     step_time: float
@@ -39,15 +41,17 @@ class Reasons:
     slots: tuple[Alternative, ...]
     runner_up: tuple[float, str] | None
     caveat: str
+    shares: bool = True
 
     def lines(self) -> list[str]:
         """Returns sentences."""
-        lines = [] if self.groups is None else self.groups.lines()
+        lines = [] if self.shares else [_NOTHING_SHARED]
+        lines += [] if self.groups is None else self.groups.lines()
         if self.groups is not None and self.caveat:
             lines.append(self.caveat)
         lines += [
-            f"{slot.slot}: {slot.chosen}; with {slot.other} at best "
-            f"{format_seconds(slot.seconds)} more."
+            f"{slot.slot.capitalize()}: {slot.chosen}. The fastest plan tried with {slot.other} "
+            f"takes {format_seconds(slot.seconds)} longer."
             for slot in self.slots
             if slot.seconds > _LEAST * self.step_time
         ]
@@ -75,6 +79,7 @@ class Reasons:
                 "more_s": self.runner_up[0] - self.step_time,
             },
             "caveat": self.caveat,
+            "shares": self.shares,
             "sentences": self.lines(),
         }
 
@@ -85,6 +90,8 @@ def reasons_of(
     grouped: Grouped | None,
     search: CombinedSearch | None,
     runner_up: tuple[float, str] | None,
+    *,
+    shares: bool,
 ) -> Reasons:
     """Returns why a plan is as it is.
 
@@ -94,6 +101,7 @@ def reasons_of(
         grouped: what it was made from, if from groups.
         search: that found it, if a pipeline.
         runner_up: seconds and name of the next best.
+        shares: whether more is shared out than the samples.
     """
     plan, step_time = best
     explained = None
@@ -108,6 +116,7 @@ def reasons_of(
         slots=() if search is None else tuple(search.alternatives()),
         runner_up=runner_up,
         caveat="Groups are compared without microbatches and ZeRO." if lean else "",
+        shares=shares,
     )
 
 

@@ -8,20 +8,23 @@
 
 All are tried on all GPUs, and on those of one server where there are several. Plans that do not fit
 are tried again with a sharded optimizer (ZeRO 1 and 3), then also in microbatches that run their
-forward again.
+forward again. The best is one that shares out more than the samples, unless none of these fits.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from agents.automap.combined import Combined
-from agents.automap.planner import Grouped, device_sets, grouped_plans
-from agents.planners.pipeline_shards import CombinedSearch
+from agents.automap.planner import Grouped, GroupSearch, device_sets
+from agents.planners.pipeline_shards import CombinedSearch, preferred
 from agents.planners.recorder import Budget
+from agents.planners.shard_bounds import Searched, proven
 from agents.planners.shard_reasons import Reasons, reasons_of
 from agents.planners.space import Overflow, PlacementSpace
 from simcore.bounds import ROUNDING
@@ -29,6 +32,7 @@ from simcore.errors import GraphError, JobError, PlanError
 from simcore.plan import Plan
 from simcore.result import Result
 from simcore.shard_summary import layout_name
+from simcore.sharding.groups import BATCH
 from simcore.sharding.named import STYLES
 from simcore.shards import sharded_plan
 from simcore.simulation import simulate
@@ -58,6 +62,14 @@ class Sharded(NamedTuple):
         """What decides which of two is better, least first."""
         return self.result.overflow, self.result.step_time
 
+    @property
+    def shares(self) -> bool:
+        """Whether more is shared out than the samples: ops, or the optimizer of copies."""
+        axes = [groups for stage in self.plan.stages for groups in stage.sharding.values()]
+        splits = any(group != BATCH for groups in axes for group in groups)
+        is_one = len(self.plan.stages) == 1
+        return splits or (is_one and self.plan.optimizer_sharding > 0)
+
 
 @dataclass(slots=True, kw_only=True)
 class Shardings:
@@ -67,23 +79,31 @@ class Shardings:
         space: gives the graph, the job, the settings and the devices that may be used.
         reserve_memory: bytes to leave free on every GPU.
         listener: called after each simulation.
+        proves: whether it is searched for a bound too.
         tried: every plan that was simulated in full, in order; of pipelines the best ones.
         grouped: the best plan of groups on each mesh that was searched, best first.
         note: why nothing was tried; empty where something was.
+        proven: s that no plan beats, of all that may be the answer; 0 where it was not looked for.
     """
 
     space: PlacementSpace
     reserve_memory: int = 0
     listener: Callable[[Budget], None] | None = None
+    proves: bool = False
     tried: list[Sharded] = field(default_factory=list)
     grouped: list[Grouped] = field(default_factory=list)
     note: str = ""
+    proven: float = 0.0
 
     @property
     def best(self) -> Sharded | None:
-        """The fastest plan that fits."""
-        fitting = (each for each in self.tried if each.result.feasible)
-        return min(fitting, key=lambda each: each.step_time, default=None)
+        """The fastest plan that fits and shares more out than samples, else any that fits.
+
+        ZeRO only where it is needed or gains more than the model's error.
+        """
+        fitting = [each for each in self.tried if each.result.feasible]
+        plans = [each for each in fitting if each.shares] or fitting
+        return preferred(plans, attrgetter("step_time"), lambda p: p.plan.optimizer_sharding)
 
     @property
     def nearest(self) -> Sharded | None:
@@ -107,10 +127,11 @@ class Shardings:
 
     @property
     def bound(self) -> float:
-        """Seconds that no sharded plan beats if no part of an op is faster than its share."""
+        """Seconds that no plan beats if no part of an op is faster than its share."""
         problem = self.space.problem
         fastest = problem.seconds[:, self.devices].min(axis=1) if self.devices else [0.0]
-        return float(sum(fastest)) / max(1, len(self.devices)) * (1.0 - ROUNDING)
+        work = float(sum(fastest)) / max(1, len(self.devices)) * (1.0 - ROUNDING)
+        return max(work, self.proven)
 
     def run(self, budget: Budget) -> None:
         """Simulates one way after another, until the budget is spent."""
@@ -120,13 +141,22 @@ class Shardings:
         if len(self.devices) < 2:
             self.note = "needs two GPUs that can run the whole model"
             return
-        self._try_styles(budget)
+        if not list(self._sets()):
+            self.note = "only GPUs share a model out, and there are fewer than two"
+            return
+        searched = Searched()
+        searched.all_styles = self._try_styles(budget)
         kinds = {self.space.problem.cluster.devices[device].kind for device in self.devices}
         if len(kinds) == 1:
-            self._try_pipelines(budget.part(_PIPELINES))
-            self._try_groups(budget)
+            self._try_pipelines(budget.part(_PIPELINES), searched)
+            self._try_groups(budget, searched)
         if not self.tried and not self.note:
             self.note = "the batch or the model divides in none of the known ways"
+        if self.proves and len(kinds) == 1 and self.best is not None:
+            shares = self.best.shares
+            fitting = [each for each in self.tried if each.result.feasible]
+            best = min(each.step_time for each in fitting if each.shares or not shares)
+            self.proven = proven(searched, best, sharded=shares)
 
     def reasons(self) -> Reasons | None:
         """Returns why the best plan is as it is; None where there is none that fits."""
@@ -141,7 +171,8 @@ class Shardings:
         ]
         runner_up = next((other for other in others if other[1] != name), None)
         pair = (best.plan, best.step_time)
-        return reasons_of(self.space.problem, pair, best.grouped, best.search, runner_up)
+        found = (best.grouped, best.search, runner_up)
+        return reasons_of(self.space.problem, pair, *found, shares=best.shares)
 
     def _sets(self) -> Iterator[list[str]]:
         """Yields names of GPUs: all, then those of one server."""
@@ -149,27 +180,31 @@ class Shardings:
         names = [cluster.devices[device].name for device in self.devices]
         yield from (each for each in device_sets(cluster, names) if len(each) > 1)
 
-    def _try_styles(self, budget: Budget) -> None:
+    def _try_styles(self, budget: Budget) -> bool:
+        """Simulates the known ways; returns whether all of them."""
+        own = budget.part(_STYLES)
         for names in self._sets():
             for axes in _ways(len(names)):
-                if not budget.left():
+                if not (own.left() if self.tried else budget.left()):
                     if not self.tried:
                         self.note = self.note or "the budget ended before anything was tried"
-                    return
-                if self.tried and budget.seconds is not None and budget.spent() > _STYLES:
-                    return
-                self._try(partial(self._styled, names, axes), budget)
+                    return False
+                self._try(partial(self._styled, names, axes), own if self.tried else budget)
+        return own.left()
 
-    def _try_pipelines(self, budget: Budget) -> None:
+    def _try_pipelines(self, budget: Budget, searched: Searched) -> None:
         """Simulates the best pipeline of sharded stages on each set of GPUs."""
         index = self.space.problem.cluster.device_index
         sets = list(self._sets())
         for names in reversed(sets):
-            if not budget.left():
-                return
             devices = [index(name) for name in names]
             problem = Combined.build(self.space, devices, reserve_memory=self.reserve_memory)
-            search = CombinedSearch(problem, self.listener)
+            best = self.best
+            limit = best.step_time if best is not None and best.shares else math.inf
+            search = CombinedSearch(problem, self.listener, limit=limit)
+            searched.pipelines.append(search.bound)
+            if not budget.left():
+                continue
             try:
                 search.run(budget.part(1.0 if len(names) == len(sets[0]) else 0.5))
             finally:  # an interrupted search has a best plan too
@@ -177,13 +212,19 @@ class Shardings:
                 if found is not None:
                     self.tried[-1] = found._replace(search=search)
 
-    def _try_groups(self, budget: Budget) -> None:
+    def _try_groups(self, budget: Budget, searched: Searched) -> None:
         """Simulates the best plans of groups."""
-        if not budget.left():
-            return
-        self.grouped = grouped_plans(
-            self.space, list(self._sets()), budget.part(0.9), reserve_memory=self.reserve_memory
+        best = self.best
+        searched.groups = GroupSearch(
+            space=self.space,
+            sets=list(self._sets()),
+            reserve_memory=self.reserve_memory,
+            proves=self.proves,
+            limit=best.step_time if best is not None and best.shares else math.inf,
         )
+        if budget.left() or self.proves:
+            searched.groups.run(budget.part(0.9))
+        self.grouped = searched.groups.found
         for each in self.grouped:
             before = len(self.tried)
             self._try(partial(_plan_of, each), budget)

@@ -41,6 +41,17 @@ class TrainedPlanner:
     patience: int = 40
     name: str = "mars"
 
+    def load(self) -> "Trained":
+        """Returns the network.
+
+        Raises:
+            PlacewrightError: the checkpoint is missing, damaged or of another system.
+        """
+        trained: Trained = importlib.import_module("agents.train").Trained.load(self.checkpoint)
+        if trained.system != self.name:
+            raise UsageError(f"{self.checkpoint}: a network of {trained.system}, not {self.name}")
+        return trained
+
     def search(
         self,
         space: PlacementSpace,
@@ -54,9 +65,7 @@ class TrainedPlanner:
             PlacewrightError: the checkpoint is missing, damaged or of another system.
             KeyboardInterrupt: Ctrl-C; the recorder has what was found.
         """
-        trained: Trained = importlib.import_module("agents.train").Trained.load(self.checkpoint)
-        if trained.system != self.name:
-            raise UsageError(f"{self.checkpoint}: a network of {trained.system}, not {self.name}")
+        trained = self.load()
         seed = int(rng.integers(2**31))
         shot = importlib.import_module("agents.zero_shot").ZeroShot(
             placements=self.placements,

@@ -4,8 +4,8 @@ A file of ONNX is, nearly always, a forward. Its nodes are run as the torch ops 
 on fake tensors, and the training step is recorded as that of any model: the backward is autograd's,
 the update is the job's. Derived, not read, are therefore: the backward; the update; the loss (the
 first output where it is one number, else the mean of the floating outputs); that every floating
-initializer of more than one element is a parameter, but for the statistics of batch norms; and that
-batch norms use the statistics of the batch.
+initializer of more than one element is a parameter, but for the statistics of batch norms and the
+factors of a Resize; and that batch norms use the statistics of the batch.
 
 A first dimension with a name is the batch; other named dimensions are the sequence length. A file
 with a fixed batch is rescaled: see `torch_onnx_moves`.
@@ -23,6 +23,7 @@ from torch import nn
 
 from simcore.errors import CaptureError, GraphError, JobError
 from simcore.frontends.torch_capture import capture_report
+from simcore.frontends.torch_onnx_layers import LAYERS, VALUES
 from simcore.frontends.torch_onnx_moves import MOVES
 from simcore.frontends.torch_onnx_nodes import FUNCTIONS, Node
 from simcore.graph import OpGraph
@@ -177,7 +178,7 @@ class _Step(nn.Module):
         """Runs the node; known values stay known where nothing else is read."""
         call = self.call
         where = f"{self.source}: node {call.name} ({call.op})"
-        function = FUNCTIONS.get(call.op) or MOVES.get(call.op)
+        function = FUNCTIONS.get(call.op) or MOVES.get(call.op) or LAYERS.get(call.op)
         known = not any(isinstance(value, torch.Tensor) for value in inputs)
         if known:
             return _evaluated(call, inputs, where)
@@ -228,8 +229,15 @@ class _Model(nn.Module):
             call.inputs[place] for call in calls if call.op == "BatchNormalization"
             for place in _STATISTICS if place < len(call.inputs)
         }  # fmt: skip
+        read = {
+            call.inputs[place] for call in calls for place in VALUES.get(call.op, ())
+            if place < len(call.inputs)
+        }  # fmt: skip
         for each in graph.initializer:
-            self._hold(onnx, each, is_frozen=each.name in frozen)
+            if each.name in read:
+                self.known[each.name] = self._array(onnx, each)
+            else:
+                self._hold(onnx, each, is_frozen=each.name in frozen)
         self.steps: list[tuple[str, _Call]] = []
         self._place(calls, opset)
 

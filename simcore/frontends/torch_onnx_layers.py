@@ -1,0 +1,98 @@
+"""ONNX's recurrent layers and Resize, in torch.
+
+A recurrent layer is one op, as accelerators run it. What does not change what there is to do is not
+looked at: the order of the gates in the weights, the direction of a single one, lengths of single
+sequences, where a GRU resets, clipping.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from simcore.frontends.torch_onnx_nodes import Node, Tensor
+
+_STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}  # inputs of the first states
+_PEEPHOLES = 7
+VALUES = {"Resize": (1, 2), "Upsample": (1,)}  # inputs whose values decide, parameters never
+_MODES: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}
+
+
+def _recurrent(node: Node) -> tuple[Tensor, ...]:
+    """Returns all outputs, then the last states; axes are direction, step, batch as ONNX has them.
+
+    Raises:
+        ValueError: peepholes, coupled gates, or activations that torch does not have.
+    """
+    batch_first = bool(node.get("layout", 0))
+    x = node.tensor(0).transpose(0, 1) if batch_first else node.tensor(0)
+    weights, biases = (node.tensor(1), node.tensor(2)), node.optional(3)
+    directions, hidden = weights[1].shape[0], weights[1].shape[2]
+    if node.optional(_PEEPHOLES) is not None or node.get("input_forget", 0):
+        raise ValueError("peepholes and coupled gates are not supported")
+    shape = (directions, x.shape[1], hidden)
+    states = [_state(node, place, shape, batch_first) for place in _STATES[node.op]]
+    given = states if node.op == "LSTM" else states[0]
+    flat = _flat(weights, biases)
+    made = _function(node)(x, given, flat, biases is not None, 1, 0.0, True, directions == 2, False)
+    out = made[0].reshape(*x.shape[:2], directions, hidden)
+    ends = made[1:]
+    if batch_first:
+        return (out.transpose(0, 1), *(end.transpose(0, 1) for end in ends))
+    return (out.transpose(1, 2), *ends)
+
+
+def _state(node: Node, place: int, shape: tuple[int, ...], batch_first: bool) -> Tensor:
+    """Returns a first state, [direction, batch, hidden]; zeros where none is given."""
+    state = node.optional(place)
+    if state is None:
+        return node.tensor(0).new_zeros(shape)
+    return state.transpose(0, 1).contiguous() if batch_first else state
+
+
+def _flat(weights: tuple[Tensor, Tensor], biases: Tensor | None) -> list[Tensor]:
+    """Returns the weights of each direction as torch lists them."""
+    parts = list(weights) + ([] if biases is None else list(biases.chunk(2, 1)))
+    apart = [[part.squeeze(0)] if part.shape[0] == 1 else part.unbind(0) for part in parts]
+    return [each for direction in zip(*apart, strict=True) for each in direction]
+
+
+def _function(node: Node) -> Callable[..., tuple[Tensor, ...]]:
+    names = [name.decode() for name in node.get("activations", [])]
+    if node.op != "RNN":
+        usual = {"LSTM": {"Sigmoid", "Tanh"}, "GRU": {"Sigmoid", "Tanh"}}[node.op]
+        if set(names) - usual:
+            raise ValueError(f"activations {', '.join(names)} are not supported")
+        found: Callable[..., tuple[Tensor, ...]] = _MODES[node.op]
+        return found
+    if set(names) - {"Tanh", "Relu"} or len(set(names)) > 1:
+        raise ValueError(f"activations {', '.join(names)} are not supported")
+    return torch.rnn_relu if "Relu" in names else torch.rnn_tanh
+
+
+def _resized(node: Node) -> Tensor:
+    """Returns a picture, or anything with as many axes behind the channels, in another size."""
+    data = node.tensor(0)
+    sizes, scales = node.value(3), node.value(2 if node.op == "Resize" else 1)
+    if sizes is None and (scales is None or isinstance(scales, torch.Tensor)):
+        raise ValueError("the size depends on the values of a tensor")
+    axes = node.get("axes")
+    if axes is not None and list(axes) != list(range(2, data.dim())):
+        raise ValueError(f"axes {list(axes)} are not those behind the channels")
+    if sizes is not None:
+        target = [int(size) for size in node.numbers("sizes", 3) or []][-(data.dim() - 2) :]
+    else:
+        factors = [float(factor) for factor in scales][-(data.dim() - 2) :]
+        target = [int(n * f) for n, f in zip(data.shape[2:], factors, strict=True)]
+    mode = node.get("mode", b"nearest").decode()
+    mode = {"linear": {3: "linear", 4: "bilinear", 5: "trilinear"}.get(data.dim(), ""),
+            "cubic": "bicubic"}.get(mode, mode)  # fmt: skip
+    return F.interpolate(data, target, mode=mode)
+
+
+LAYERS: dict[str, Callable[[Node], Any]] = {
+    **dict.fromkeys(_STATES, _recurrent),
+    "Resize": _resized,
+    "Upsample": _resized,
+}
