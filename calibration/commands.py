@@ -377,14 +377,16 @@ def _show_cells(found: Validation) -> None:
 
 
 def _show_intervals(found: Validation) -> None:
-    """Shows how often runs are inside the deciles of others, and how times scale with GPUs."""
+    """Shows how often runs are inside deciles, of others and stated, and how times scale."""
     rows = []
     for name, score in sorted(found.runs.items()):
         result = score.result()
         scaling = result.get("scaling", {}).get("mean")
-        if result["interval_coverage"] is not None or scaling is not None:
-            rows.append([name, _share(result["interval_coverage"]), _share(scaling)])
-    show_table(["runs", "inside p10-p90 of others", "scaling, mean error"], rows, right={1, 2})
+        shown = (result["interval_coverage"], result.get("stated_coverage"), scaling)
+        if any(value is not None for value in shown):
+            rows.append([name, *map(_share, shown)])
+    columns = ["runs", "inside p10-p90 of others", "inside p10-p90 stated", "scaling, mean error"]
+    show_table(columns, rows, right={1, 2, 3})
 
 
 def _share(value: float | None) -> str:

@@ -16,7 +16,15 @@ from simcore.job import Job
 from simcore.models.megatron import MegatronShape, sized
 from simcore.plan import Plan
 from simcore.simulation import simulate
-from simcore.uncertainty import Draws, Interval, Spread, communication_share, draw_scales, sampled
+from simcore.uncertainty import (
+    Draws,
+    Interval,
+    Spread,
+    communication_share,
+    draw_scales,
+    sampled,
+    total_error,
+)
 
 JOB = Job(batch=8, optimizer="adam")
 EXACT = Spread(link=0.0, machine=0.0)
@@ -99,6 +107,20 @@ def test_ops_of_one_signature_are_wrong_together_and_those_of_one_class_in_part(
     assert graph.signature[alike[0]] != graph.signature[alike[-1]]
     assert 0.3 < np.corrcoef(pair.T)[0, 1] < 0.7
     assert pair.std() == pytest.approx(np.log(1.3), rel=0.1)
+
+
+def test_the_error_of_a_sum_is_that_of_its_draws(graph: OpGraph) -> None:
+    source = np.random.default_rng(1)
+    error = source.uniform(0.05, 0.2, graph.num_ops)
+    seconds = source.uniform(0.0, 1.0, graph.num_ops)
+    spread = Spread(shared=0.3)
+    draws = [
+        (draw_scales(graph, error[:, None], spread, source)[:, 0] * seconds).sum()
+        for _ in range(2000)
+    ]
+    said = total_error(seconds, error, graph.op_class, graph.signature, spread.shared)
+    assert np.std(draws) / seconds.sum() == pytest.approx(said, rel=0.1)
+    assert total_error(0 * seconds, error, graph.op_class, graph.signature, 0.3) == 0.0
 
 
 def test_no_error_is_no_draw(graph: OpGraph) -> None:

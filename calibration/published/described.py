@@ -33,6 +33,7 @@ class Described(NamedTuple):
         splits: each tensor-parallel device sends its part of a message between stages only, as in
             DeepSpeed's pipeline.
         kernels: that its framework has.
+        waiting: times as long that devices take, as they wait for the one with most to do.
     """
 
     size: ModelSize
@@ -45,3 +46,4 @@ class Described(NamedTuple):
     idle: float = 0.0
     splits: bool = False
     kernels: Kernels = TORCH
+    waiting: float = 1.0

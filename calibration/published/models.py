@@ -54,6 +54,39 @@ class GPTSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSize(GPTSize):
+    """Sizes of a GPT with experts, see `simcore.models.megatron_moe.Experts`."""
+
+    count: int
+    local: int
+    choices: int
+    inner: int
+    shared: int = 0
+    is_grouped: bool = False
+    file: str = "megatron_moe"
+
+    def build(self) -> "Built":
+        """Returns what one device has of the model, on the meta device."""
+        from simcore.models import megatron, megatron_moe  # noqa: PLC0415 - imports torch
+
+        fields = {name: getattr(self, name) for name in GPTSize.__slots__ if name != "file"}
+        experts = megatron_moe.Experts(
+            count=self.count,
+            local=self.local,
+            choices=self.choices,
+            width=self.inner,
+            shared=self.shared,
+            is_grouped=self.is_grouped,
+        )
+        return megatron_moe.mixture(megatron.MegatronShape(**fields), experts)
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return f"moe-{self.layers}x{self.width}-{self.local}of{self.count}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FamilySize:
     """A model of one of the files of `simcore.models`, at one size.
 

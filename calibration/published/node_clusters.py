@@ -31,6 +31,7 @@ class NodeKind(NamedTuple):
     latency: float = SOCKET_LATENCY  # s of that port
     per_node: int = 8
     bridge: str = ""  # kind of the links between the two GPUs of a replica of two
+    inside: float = 0.0  # of a GPU to the switch, bytes/s; 0 = what its kind of link carries
     is_meshed: bool = False  # whether each pair of nodes has a path of its own, of a port's size
 
 
@@ -42,18 +43,23 @@ class Place(NamedTuple):
     pair: int = -1  # number of the bridge that it is on; -1 = none
 
 
+# Without a direct path between GPUs, what they send passes through their node's memory: 4.5 GB/s a
+# GPU, as Gavel's rows of ResNet-18 on one server of P100 or K80 say; two K80 share a slot.
+THROUGH_HOST = 4.5 * GB
 # Nodes of Amazon's g4dn.12xlarge have four T4; a TCP stream between two of them carries at most 5
 # Gb/s (AWS, "Amazon EC2 instance network bandwidth": outside a placement group). Paths are between
-# pairs of nodes, as a ring both ways uses two. 0.285 GB/s is what Pollux's rows of BERT on several
+# pairs of nodes, as a ring both ways uses two. 0.305 GB/s is what Pollux's rows of BERT on several
 # nodes say; its other three models have no part in it.
-_G4DN = NodeKind("T4-16GB", "PCIe3x16", port=0.285 * GB, per_node=4, is_meshed=True)
+_G4DN = NodeKind(
+    "T4-16GB", "PCIe3x16", port=0.305 * GB, per_node=4, inside=THROUGH_HOST, is_meshed=True
+)
 # Gavel's V100 are Amazon p3 instances, its K80 p2's, its P100 Google's: 10 Gb/s a node.
-_P3 = NodeKind("V100-SXM2-16GB", "NVLink2-NVSwitch", port=1.25 * GB)
-_P2 = NodeKind("K80-12GB", "PCIe3x16", port=1.25 * GB)
-_GCP = NodeKind("P100-PCIe-16GB", "PCIe3x16", port=1.25 * GB, per_node=4)
+_P3 = NodeKind("V100-SXM2-16GB", "PCIe3x16", port=1.25 * GB)
+_P2 = NodeKind("K80-12GB", "PCIe3x16", port=1.25 * GB, inside=THROUGH_HOST / 2)
+_GCP = NodeKind("P100-PCIe-16GB", "PCIe3x16", port=1.25 * GB, per_node=4, inside=THROUGH_HOST)
 _ONE_BY_ONE = {
     ("petuum/adaptdl", "T4"): _G4DN,
-    ("stanford-futuredata/gavel", "V100"): _P3._replace(link="PCIe3x16"),
+    ("stanford-futuredata/gavel", "V100"): _P3,
     ("stanford-futuredata/gavel", "P100"): _GCP,
     ("stanford-futuredata/gavel", "K80"): _P2,
     ("kakaobrain/torchgpipe", "Tesla P40"): NodeKind("P40-24GB", "PCIe3x16", port=1.25 * GB),
@@ -130,7 +136,7 @@ def _cluster(places: tuple[Place, ...]) -> Cluster:
         count[place.node] += 1
         node = f"node{nodes.index(place.node)}"
         devices.append(Device.of_kind(name, place.kind.device, node=node))
-        links.append(_link(name, f"{node}.switch", place.kind.link))
+        links.append(_to_switch(name, f"{node}.switch", place.kind))
         if place.pair >= 0 and place.pair in bridged:
             links.append(_link(bridged[place.pair], name, place.kind.bridge))
         bridged[place.pair] = name
@@ -159,6 +165,12 @@ def _between(switches: Sequence[str], kinds: Sequence[NodeKind]) -> list[Link]:
         ]
     pairs = zip(switches, kinds, strict=True)
     return [Link(switch, NETWORK, "", kind.port, kind.latency) for switch, kind in pairs]
+
+
+def _to_switch(name: str, switch: str, kind: NodeKind) -> Link:
+    """Returns the link of a GPU; one that carries other than its kind does has no curves."""
+    link = _link(name, switch, kind.link)
+    return Link(name, switch, "", kind.inside, link.latency) if kind.inside else link
 
 
 def _link(a: str, b: str, kind: str) -> Link:

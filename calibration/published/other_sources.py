@@ -6,9 +6,15 @@
 - Pollux (adaptdl): its four models train in fp32 under torch's DistributedDataParallel.
 - Gavel: likewise; only rows of several GPUs say how a model scales, and only its ResNet-18 and
   Transformer have any.
+- torchgpipe: U-Net and AmoebaNet-D in fp32, with plain SGD, as chains of as many modules a stage as
+  the row says; whole stages run forward again before their backward, but for one microbatch.
 """
 
+import re
 from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import norm
 
 from calibration.published.described import Described, NotExpressible
 from calibration.published.models import FamilySize, GPTSize
@@ -29,6 +35,10 @@ MPT = {  # layers, width, heads
     "MPT-70b": (80, 8192, 64),
 }
 _OVERLAPS = ("petuum/adaptdl",)  # sources whose gradients are summed beside the backward
+_RINGS = ("petuum/adaptdl",)  # sources whose rows with as many GPUs on each node say that no sums
+# are made inside nodes first
+UNEVEN = 0.13  # standard deviation / mean of the time of a batch of sentences, each as long as its
+# longest one: workers wait for each other. A residual factor of Gavel's Transformer, fitted on K80.
 MOST_BLOCKS = 16  # parts that FSDP's units are put together to; more change nothing measurable
 
 
@@ -37,6 +47,7 @@ class _Model(NamedTuple):
 
     size: FamilySize
     optimizer: Optimizer
+    uneven: float = 0.0  # standard deviation / mean of the time of a worker's batches
 
 
 _MODELS = {
@@ -52,8 +63,12 @@ _MODELS = {
         FamilySize(factory="resnet_cifar:resnet_18", length=32), "momentum"
     ),
     ("stanford-futuredata/gavel", "Transformer"): _Model(
-        FamilySize(factory="transformer:transformer_multi30k", length=32), "adam"
+        FamilySize(factory="transformer:transformer_multi30k", length=32), "adam", UNEVEN
     ),
+}
+_CHAINS = {
+    "U-Net (5, 64)": FamilySize(factory="unet:unet", length=192),
+    "AmoebaNet-D (18, 256)": FamilySize(factory="amoebanet:amoebanet_d", length=224),
 }
 
 
@@ -96,5 +111,38 @@ def read_data_parallel(run: Run) -> Described | NotExpressible:
     if run.micro_batch < 1 or run.micro_batch * run.num_gpus != run.global_batch:
         return NotExpressible("batch of a GPU not stated")
     job = Job(batch=run.global_batch, sequence_length=model.size.length, optimizer=model.optimizer)
-    layout = Layout(dp=run.num_gpus, microbatch=run.micro_batch, overlap=run.source in _OVERLAPS)
-    return Described(model.size, job, layout, waits=False)
+    layout = Layout(
+        dp=run.num_gpus,
+        microbatch=run.micro_batch,
+        overlap=run.source in _OVERLAPS,
+        algorithm="ring" if run.source in _RINGS else "auto",
+    )
+    waiting = 1 + model.uneven * largest_of(run.num_gpus)
+    return Described(model.size, job, layout, waits=False, waiting=waiting)
+
+
+def largest_of(count: int) -> float:
+    """Returns the mean of the greatest of so many standard normal numbers."""
+    grid = np.linspace(-8.0, 8.0, 4001)
+    return float(np.trapezoid(grid * count * norm.pdf(grid) * norm.cdf(grid) ** (count - 1), grid))
+
+
+def read_torchgpipe(run: Run) -> Described | NotExpressible:
+    """Returns a run of torchgpipe."""
+    size = _CHAINS.get(run.model)
+    if size is None:
+        return NotExpressible("no model family for this model")
+    if run.micro_batch < 1:
+        return NotExpressible("microbatch not stated")
+    layers = re.search(r"layers per stage \[([\d, ]+)\]", run.placement)
+    stages = tuple(map(int, re.findall(r"\d+", layers[1]))) if layers else ()
+    if len(stages or (0,)) != run.pp:
+        return NotExpressible("modules of each stage not stated")
+    job = Job(batch=run.global_batch, sequence_length=size.length, optimizer="sgd")
+    layout = Layout(
+        pp=run.pp, dp=run.dp, microbatch=run.micro_batch, schedule="gpipe",
+        recompute="full" if run.recompute else "none",
+        spares=run.recompute.startswith("except_last"),
+        stage_layers=stages if run.pp > 1 else (),
+    )  # fmt: skip
+    return Described(size, job, layout, waits=False)

@@ -1,5 +1,6 @@
 """Plans of published runs: tensor, pipeline and data parallel as Megatron-LM lays them out."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _SPLIT = (  # linkage groups of `simcore.models.megatron` that tensor parallelis
     "dense_h_to_4h.weight:0",
     "word_embeddings.weight:0",
 )
+_LAYER = re.compile(r"layers\.(?:part)?(\d+)(?:\.|$)")
 _POSITION = "embedding.arange:0:0"  # what sequence parallelism splits beside
 
 
@@ -38,12 +40,15 @@ class Layout:
         microbatch: samples of a microbatch, of one copy.
         sequence: whether what lies between the split layers is split by position.
         recompute: of all stages.
+        spares: whether the microbatch that is last forward and first backward runs nothing again,
+            as in torchgpipe; in our schedules it is microbatch 0 that is first backward.
         optimizer_sharding: ZeRO's stage.
         schedule: by name; "" = what Megatron takes for as many chunks.
         stage_layers: of each stage; () = as equal as they divide. They may count what comes before
             and what comes after the layers as one each.
         overlap: whether gradients are summed in buckets beside the backward, as torch's DDP does;
             else in one piece after it.
+        algorithm: of those sums, see `simcore.plan.Buckets`.
         blocks: parts of the model, one after the other, whose parameters are fetched and whose
             gradients are summed apart, as the units of FSDP are; needs one pipeline rank.
     """
@@ -56,10 +61,12 @@ class Layout:
     microbatch: int = 1
     sequence: bool = False
     recompute: Recompute = "none"
+    spares: bool = False
     optimizer_sharding: int = 0
     schedule: str = ""
     stage_layers: tuple[int, ...] = ()
     overlap: bool = False
+    algorithm: str = "auto"
     blocks: int = 1
 
     @property
@@ -116,6 +123,7 @@ def plan_of(graph: OpGraph, cluster: Cluster, job: Job, layout: Layout) -> Plan:
     plan = Plan.data_parallel(graph, cluster, job, names[:per_rank], settings=RANK_HOSTS)
     count = (job.batch or 1) // (layout.dp * layout.microbatch)
     blocks = block_schedule(layout.blocks, count) if layout.blocks > 1 else None
+    buckets = DEFAULT_BUCKETS if layout.overlap else AFTER_THE_BACKWARD
     plan = msgspec.structs.replace(
         plan,
         stages=stages,
@@ -123,7 +131,7 @@ def plan_of(graph: OpGraph, cluster: Cluster, job: Job, layout: Layout) -> Plan:
         schedule=layout.schedule_name,
         actions=tuple(tuple(map(str, row)) for row in blocks.actions) if blocks else (),
         optimizer_sharding=layout.optimizer_sharding,
-        buckets=DEFAULT_BUCKETS if layout.overlap else AFTER_THE_BACKWARD,
+        buckets=msgspec.structs.replace(buckets, algorithm=layout.algorithm),
     )
     return msgspec.structs.replace(plan, semantics=semantics_of(plan, graph))
 
@@ -158,7 +166,7 @@ def stage_ops(graph: OpGraph, count: int, sizes: Sequence[int] = ()) -> Sequence
     """Returns the placement units of each stage.
 
     Args:
-        graph: its layers are modules ``layers.0``, ``layers.1``, ...
+        graph: its layers are modules ``layers.0`` or ``layers.part0``, and so on.
         count: of stages.
         sizes: layers of each, what comes before and after them counted or not; () = equal numbers
             of layers, as far as they divide.
@@ -189,5 +197,5 @@ def _stage_of_place(num_layers: int, count: int, sizes: Sequence[int]) -> list[i
 
 
 def _layer(unit: str) -> int | None:
-    parts = unit.split(".")
-    return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else None
+    found = _LAYER.match(unit)
+    return int(found[1]) if found else None

@@ -1,16 +1,20 @@
 """A published run -> seconds of its step, through capture, sharding, pipelines and simulator."""
 
 import functools
+import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from calibration.published.assumptions import HOST_FLOOR, UNALIGNED
-from calibration.published.cause_host import with_host
-from calibration.published.cause_kernels import Kernels, with_kernels
+from calibration.published.assumptions import FITTED, HOST_FLOOR, Factors
+from calibration.published.cause_host import Host, with_host
+from calibration.published.cause_kernels import Kernels, kernel_counts, with_kernels
+from calibration.published.cause_overlap import with_overlap
 from calibration.published.clusters import cluster_of, machine_of
 from calibration.published.described import Described, NotExpressible, Products, Timed
+from calibration.published.messages import with_messages
+from calibration.published.mixtures import with_plain_ops
 from calibration.published.models import GPTSize, ModelSize, graph_of
 from calibration.published.node_clusters import node_cluster
 from calibration.published.plans import Layout, block_schedule, plan_of
@@ -29,12 +33,16 @@ from simcore.pipeline_build import build_pipeline, stage_of_units
 from simcore.pipeline_fold import folded
 from simcore.pipeline_tasks import pipeline_program
 from simcore.plan import RANK_HOSTS
+from simcore.program import Program
 from simcore.run import run_placement
 from simcore.schedule_names import make_schedule
-from simcore.shards import one_device
+from simcore.shards import one_device, with_collectives
 from simcore.signature import Phase
 from simcore.stages import StageTables
 
+_WIDE_PASSES = 5 / 3  # adding 16 bits to 32 moves 10 bytes, to 16 bits 6
+_WIDE_BYTES = 4  # an all-reduce of 32 bits against a reduce-scatter of 16
+_FIRST_BACKWARD = re.compile(r"(\d+)B0\b")  # name of a stage's task
 MODULES = ("embedding.", "layers.", "final_layernorm.", "head.")  # of the model, without its loss
 
 
@@ -46,18 +54,13 @@ class Prediction(NamedTuple):
 
 
 def published_run(
-    run: Run,
-    *,
-    host_floor: float | None = None,
-    unaligned: float = UNALIGNED.value,
-    slower: float = 1.0,
+    run: Run, *, factors: Factors = FITTED, slower: float = 1.0
 ) -> Prediction | NotExpressible:
     """Returns what the simulator says of a published run, or why it says nothing.
 
     Args:
         run: a row.
-        host_floor: least seconds of an op, see `assumptions.HOST_FLOOR`; None = the fitted one.
-        unaligned: see `assumptions.UNALIGNED`.
+        factors: residual factors.
         slower: how many times as long ops take as the profiles say.
 
     Raises:
@@ -71,8 +74,9 @@ def published_run(
     if cluster is None:
         return NotExpressible(f"no machine known for {run.gpu}")
     stated = HOST_FLOOR.value if described.floor is None else described.floor
-    floor = stated if host_floor is None else host_floor
-    step = Step(cluster, described, floor if described.waits else 0.0, slower, unaligned)
+    floor = stated if factors.floor is None else factors.floor
+    slower *= described.waiting
+    step = Step(cluster, described, floor if described.waits else 0.0, slower, factors)
     return Prediction(step.seconds(), described.layout)
 
 
@@ -91,14 +95,14 @@ class Step:
         described: the run.
         floor: least seconds of an op.
         slower: how many times as long ops take as the profiles say.
-        unaligned: slow-down of products, see `assumptions.UNALIGNED`.
+        factors: residual factors, but for the floor.
     """
 
     cluster: Cluster
     described: Described
     floor: float
     slower: float = 1.0
-    unaligned: float = UNALIGNED.value
+    factors: Factors = FITTED
 
     def seconds(self) -> float:
         """Returns the seconds of the step."""
@@ -108,12 +112,13 @@ class Step:
         pipeline = folded(pipeline, self.cluster)
         job = self.described.job
         program = pipeline_program("published", self.cluster, pipeline, job.batch)
+        cost = self._spared(program)
         problem = Problem.build(
             program.graph,
             self.cluster,
             job,
             RANK_HOSTS,
-            cost=program.cost,
+            cost=cost,
             collectives=program.collectives,
         )
         return run_placement(problem, program.placement).step_time + self.described.idle
@@ -132,10 +137,9 @@ class Step:
             job=small,
             layout=few,
             only=described.only,
-            floor=self.floor,
+            factors=self.factors._replace(floor=self.floor),
             products=described.products,
             kernels=described.kernels,
-            unaligned=self.unaligned,
         )
         base = slowed(_built(case, self.cluster), self.slower)
         per_rank = layout.per_rank
@@ -148,14 +152,29 @@ class Step:
                 base.schedule.name, layout.pp, count, stages_per_rank=layout.chunks
             )
         mesh = Mesh.of(layout.mesh)
+        tables = (self._first_table(base.tables[0]), *base.tables[1:])
+        if described.waits and not described.kernels.runs_ahead:
+            tables = with_messages(tables, self.floor)
         return replace(
             base,
             schedule=schedule,
             devices=tuple(devices),
             meshes=(mesh,) * layout.pp,
             microbatch=layout.dp * layout.microbatch,
-            tables=(self._first_table(base.tables[0]), *base.tables[1:]),
+            tables=tables,
         )
+
+    def _spared(self, program: Program) -> CostTable:
+        """Returns the costs of a program's tasks, the first backwards running nothing again."""
+        if not self.described.layout.spares:
+            return program.cost
+        plain = replace(self.described.layout, recompute="none", spares=False)
+        without = replace(self, described=self.described._replace(layout=plain)).pipeline()
+        seconds = program.cost.seconds.copy()
+        for op, name in enumerate(program.graph.op_names):
+            if first := _FIRST_BACKWARD.match(name):
+                seconds[op] = without.cost(int(first[1]), Phase.B).seconds[:, None]
+        return replace(program.cost, seconds=seconds)
 
     def _first_table(self, table: StageTables) -> StageTables:
         """Returns the table that has the sizes of messages, as this framework sends them."""
@@ -173,10 +192,9 @@ class _Case(NamedTuple):
     job: Job
     layout: Layout
     only: Timed
-    floor: float
+    factors: Factors
     products: Products
     kernels: Kernels
-    unaligned: float
 
 
 @functools.lru_cache(maxsize=1024)
@@ -191,12 +209,54 @@ def _built(case: _Case, cluster: Cluster) -> Pipeline:
     elif case.products == "sustained":
         cost = with_power_limit(cost, device.graph, (batch,))
     cost = with_kernels(
-        cost, device.graph, case.kernels, row_bytes=_row_bytes(case), unaligned=case.unaligned
+        cost,
+        device.graph,
+        case.kernels,
+        row_bytes=_row_bytes(case),
+        unaligned=case.factors.unaligned,
+        attentions=_attentions(case),
     )
-    cost = with_host(cost, device, case.floor, runs_ahead=case.kernels.runs_ahead)
+    kernels = kernel_counts(device.graph, case.kernels, _attentions(case))
+    alone = with_collectives(cost, device, plan, cluster, [batch] * case.layout.num_stages)
+    if case.kernels.overlaps:
+        cost = with_overlap(cost, device, alone.seconds)
+    hosted = with_host(cost, device, _host(case), kernels, alone.seconds)
+    cost = with_plain_ops(hosted, cost, device.graph)
     if case.only != "all":
         cost = without_loss(cost, device.graph)
-    return build_pipeline(graph, cluster, case.job, plan, cost=cost)
+    pipeline = build_pipeline(graph, cluster, case.job, plan, cost=cost)
+    return _summed(pipeline, case.kernels)
+
+
+def _summed(pipeline: Pipeline, kernels: Kernels) -> Pipeline:
+    """Returns a pipeline that adds and sums gradients as its framework does."""
+    if not (kernels.overlaps or kernels.wide):
+        return pipeline
+    passes = _WIDE_PASSES if kernels.wide else 0.0
+    tables = tuple(replace(each, accumulate=each.accumulate * passes) for each in pipeline.tables)
+    if not kernels.wide:
+        return replace(pipeline, tables=tables)
+    parts = tuple(
+        tuple(part._replace(num_bytes=part.num_bytes * _WIDE_BYTES) for part in stage)
+        for stage in pipeline.parts
+    )
+    return replace(pipeline, tables=tables, parts=parts)
+
+
+def _host(case: _Case) -> Host:
+    """Returns what launches the ops."""
+    factors, kernels = case.factors, case.kernels
+    host = Host(factors.floor or 0.0, kernels.runs_ahead, kernels.blocks)
+    if not kernels.traced:
+        return host
+    return host._replace(gap=factors.gap, collective=factors.collective)
+
+
+def _attentions(case: _Case) -> int:
+    """Returns samples x heads of one device, 0 where they do not matter."""
+    if not isinstance(case.size, GPTSize):
+        return 0
+    return case.layout.microbatch * case.size.heads // case.layout.tp
 
 
 def _row_bytes(case: _Case) -> int:

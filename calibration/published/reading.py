@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from calibration.published.cause_kernels import FIRST_MEGATRON, MEGATRON, TRACED
+from calibration.published.cause_kernels import BLOOM, FIRST_MEGATRON, MEGATRON, MEGATRON_3, TRACED
 from calibration.published.described import Described, NotExpressible, Timed
 from calibration.published.fields import filled
 from calibration.published.megatron_ci import read_megatron_ci
@@ -16,7 +16,7 @@ from calibration.published.megatron_sizes import (
     plain_layout,
 )
 from calibration.published.models import GPTSize
-from calibration.published.other_sources import read_data_parallel, read_foundry
+from calibration.published.other_sources import read_data_parallel, read_foundry, read_torchgpipe
 from calibration.published.plans import Layout
 from calibration.published.rows import Run
 
@@ -42,9 +42,10 @@ def _lacking(run: Run) -> str:
         "no step time can be derived": run.seconds <= 0,
         "batch not stated": run.global_batch < 1 or run.micro_batch < 0,
         "inference on several GPUs": run.task == "inference" and run.num_gpus > 1,
-        "expert parallel": run.ep > 1,
+        "expert parallel": run.ep > 1 and run.source not in _WITH_EXPERTS,
         "tp x pp x dp x cp is not the number of GPUs": min(shares) < 1
         or math.prod(shares) != run.num_gpus,
+        "the source says that its figures contradict each other": "inconsistent" in run.notes,
         "layers, hidden or heads not stated": run.source in _SIZED and not _complete(run),
     }
     return next((why for why, is_so in reasons.items() if is_so), "")
@@ -68,8 +69,8 @@ def _contradiction(described: Described) -> str:
     if size.length % layout.cp:
         return "positions do not divide among the context-parallel devices"
     microbatches = (job.batch or 0) // (layout.dp * layout.microbatch)
-    if layout.chunks > 1 and microbatches % layout.pp:
-        return "interleaved stages need a multiple of the ranks as microbatches"
+    if layout.chunks > 1 and microbatches % max(1, microbatches // layout.pp):
+        return "interleaved stages need microbatches in rounds of equal size"
     return ""
 
 
@@ -94,7 +95,8 @@ def _bigscience(run: Run) -> Described | NotExpressible:
         return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=MEGATRON)
     layout = plain_layout(run, "full", optimizer_sharding=1)
     size = gpt_size(run, BLOOM_VOCABULARY)
-    return Described(size, adam_job(run, "fp16"), layout, kernels=MEGATRON)
+    job = adam_job(run, "bf16")
+    return Described(size, job, layout, products="sustained", kernels=BLOOM)
 
 
 def _korthikanti(run: Run) -> Described | NotExpressible:
@@ -108,7 +110,7 @@ def _korthikanti(run: Run) -> Described | NotExpressible:
         sequence="sequence parallel" in run.recompute,
         recompute="selective" if selective else "full",
     )
-    return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=MEGATRON)
+    return Described(gpt_size(run), adam_job(run, "fp16"), layout, kernels=MEGATRON_3)
 
 
 def _sailor(run: Run) -> Described | NotExpressible:
@@ -146,6 +148,7 @@ def _neusight(run: Run) -> Described | NotExpressible:
     return Described(gpt_size(run), job, plain_layout(run), waits=False, only=only)
 
 
+_WITH_EXPERTS = ("NVIDIA/Megatron-LM",)  # sources whose experts are read
 _SIZED = (  # sources whose rows say the sizes of a transformer
     "NVIDIA/Megatron-LM",
     "VIA-Research/vTrain",
@@ -164,6 +167,7 @@ _READERS: dict[str, Callable[[Run], Described | NotExpressible]] = {
     "sitar-lab/NeuSight": _neusight,
     "NVIDIA/Megatron-LM": read_megatron_ci,
     "mosaicml/llm-foundry": read_foundry,
+    "kakaobrain/torchgpipe": read_torchgpipe,
     "petuum/adaptdl": read_data_parallel,
     "stanford-futuredata/gavel": read_data_parallel,
 }

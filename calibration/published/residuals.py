@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
+from calibration.published.assumptions import FITTED, Factors
 from calibration.published.prediction import Prediction, published_run
 from calibration.published.rows import Run
 from simcore.errors import MeasurementError
 from simcore.units import US
 
-LEAST, MOST = 1 * US, 500 * US  # host seconds per op that are looked at
-LEAST_SLOWER, MOST_SLOWER = 0.5, 4.0  # likewise for products that are not aligned
 MICROBATCH = 8  # at which what is beside the layers is the device's time, not the host's
 
 
@@ -41,8 +40,7 @@ def fit_host_floor(runs: Sequence[Run]) -> tuple[float, float]:
     """Returns the host's seconds per op and their relative standard error.
 
     What a layer takes with one sample, launch bound, is the host's time: one contrast for each
-    width and number of tensor-parallel devices. The answer is their median: on eight devices the
-    host is slower with one sample than with two.
+    width and number of tensor-parallel devices.
 
     Args:
         runs: of vTrain on one node.
@@ -50,19 +48,46 @@ def fit_host_floor(runs: Sequence[Run]) -> tuple[float, float]:
     Raises:
         MeasurementError: fewer than two contrasts.
     """
+    return _fit(layer_pairs(runs, 1), "floor", (1 * US, 500 * US), Pair.layer)
 
-    def excess(floor: float, pair: Pair) -> float:
-        return pair.layer(lambda run: _seconds(run, host_floor=floor)) - pair.layer(_measured)
 
-    pairs = _enough(layer_pairs(runs, 1))
-    return _median([brentq(excess, LEAST, MOST, (pair,), rtol=1e-2) for pair in pairs])
+def fit_gap(runs: Sequence[Run]) -> tuple[float, float]:
+    """Returns `assumptions.GAP` and its relative standard error.
+
+    With many samples on one device the host is ahead; what a layer takes beyond its kernels is
+    between them. One contrast for each width and each of two microbatches.
+
+    Args:
+        runs: of vTrain on one node.
+
+    Raises:
+        MeasurementError: fewer than two contrasts.
+    """
+    pairs = [pair for samples in (4, 8) for pair in layer_pairs(runs, samples)]
+    return _fit([each for each in pairs if each.fewer.tp == 1], "gap", (0.0, 200 * US), Pair.layer)
+
+
+def fit_collective(runs: Sequence[Run]) -> tuple[float, float]:
+    """Returns `assumptions.COLLECTIVE` and its relative standard error.
+
+    What a layer takes beyond its kernels and the gaps between them is in its collectives: one
+    contrast for each width and number of tensor-parallel devices.
+
+    Args:
+        runs: of vTrain on one node.
+
+    Raises:
+        MeasurementError: fewer than two contrasts.
+    """
+    pairs = [pair for pair in layer_pairs(runs, MICROBATCH) if pair.fewer.tp > 1]
+    return _fit(pairs, "collective", (0.1, 10.0), Pair.layer)
 
 
 def fit_unaligned(runs: Sequence[Run]) -> tuple[float, float]:
     """Returns `assumptions.UNALIGNED` and its relative standard error.
 
     What a step takes beside its layers is the vocabulary, and a row of 50,257 words on one device
-    is aligned to 2 bytes only: three halvings. One contrast for each width.
+    is a multiple of 2 bytes only. One contrast for each width.
 
     Args:
         runs: of vTrain on one node.
@@ -70,13 +95,8 @@ def fit_unaligned(runs: Sequence[Run]) -> tuple[float, float]:
     Raises:
         MeasurementError: fewer than two contrasts.
     """
-
-    def excess(factor: float, pair: Pair) -> float:
-        return pair.beside(lambda run: _seconds(run, unaligned=factor)) - pair.beside(_measured)
-
-    pairs = _enough([pair for pair in layer_pairs(runs, MICROBATCH) if pair.fewer.tp == 1])
-    least, most = LEAST_SLOWER, MOST_SLOWER
-    return _median([brentq(excess, least, most, (pair,), rtol=1e-2) for pair in pairs])
+    pairs = [pair for pair in layer_pairs(runs, MICROBATCH) if pair.fewer.tp == 1]
+    return _fit(pairs, "unaligned", (0.5, 4.0), Pair.beside)
 
 
 def layer_pairs(runs: Iterable[Run], microbatch: int) -> list[Pair]:
@@ -99,18 +119,37 @@ def layer_pairs(runs: Iterable[Run], microbatch: int) -> list[Pair]:
     return found
 
 
-def _enough(pairs: list[Pair]) -> list[Pair]:
-    if len(pairs) < 2:
-        raise MeasurementError(f"{len(pairs)} contrasts of layers; two are needed")
-    return pairs
+def _fit(
+    pairs: Sequence[Pair],
+    factor: str,
+    bounds: tuple[float, float],
+    part: Callable[[Pair, Callable[[Run], float]], float],
+) -> tuple[float, float]:
+    """Returns the median of what a factor must be for each pair, and its relative standard error.
+
+    A pair whose part of a step no value within the bounds explains says nothing of the factor.
+    """
+
+    def excess(value: float, pair: Pair) -> float:
+        said = part(pair, lambda run: _seconds(run, FITTED._replace(**{factor: value})))
+        return said - part(pair, _measured)
+
+    found = []
+    for pair in pairs:
+        ends = [excess(value, pair) for value in bounds]
+        if ends[0] * ends[1] < 0:
+            found.append(brentq(excess, *bounds, (pair,), rtol=1e-2))
+    if len(found) < 2:
+        raise MeasurementError(f"{factor}: {len(found)} contrasts of layers; two are needed")
+    return _median(found)
 
 
 def _measured(run: Run) -> float:
     return run.seconds
 
 
-def _seconds(run: Run, **factors: float) -> float:
-    said = published_run(run, **factors)
+def _seconds(run: Run, factors: Factors) -> float:
+    said = published_run(run, factors=factors)
     if not isinstance(said, Prediction):
         raise MeasurementError(f"{run.id}: not expressible: {said.reason}")
     return said.seconds

@@ -6,7 +6,8 @@ takes above the one that is fastest.
 
 `interval_coverage` is the share of runs inside the interval from the first to the ninth decile of
 log(measured / predicted) of other runs of the same source: models are divided into two halves, each
-of which is held against the deciles of the other. It should be 0.8.
+of which is held against the deciles of the other. It should be 0.8, as `stated_coverage` should,
+which is that of the deciles that the program states before it knows any run (see `spread`).
 """
 
 from collections import Counter
@@ -23,6 +24,7 @@ from calibration.published.described import NotExpressible
 from calibration.published.prediction import Prediction, published_run
 from calibration.published.rows import FOLDER, Run, read_runs
 from calibration.published.scaling import SOURCES, known_reference, scaling_errors
+from calibration.published.spread import stated_coverage
 from calibration.regression_baseline import baseline_seconds
 from calibration.splits import errors
 from simcore.errors import PlacewrightError
@@ -40,12 +42,14 @@ class RunScore:
         predicted: s, one a run.
         missing: reason -> runs that could not.
         scaling: errors of time relative to the fewest GPUs, of sources that only scale.
+        stated: how many runs are inside the deciles that are stated for them.
     """
 
     runs: list[Run] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
     missing: Counter[str] = field(default_factory=Counter)
     scaling: dict[str, Any] = field(default_factory=dict)
+    stated: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
         """Returns errors, coverage, figures inside cells, and the same of the baseline."""
@@ -54,6 +58,7 @@ class RunScore:
         return {
             **scored(self.runs, self.predicted),
             **interval_coverage(self.runs, self.predicted),
+            **self.stated,
             "coverage": cases / (cases + missing) if cases + missing else 0.0,
             "not_expressible": dict(self.missing.most_common()),
             "baseline": scored(sized, [baseline_seconds(run) for run in sized]),
@@ -155,6 +160,8 @@ def score_each(
     for score in found.values():
         if score.runs and score.runs[0].source in SOURCES:
             score.scaling = _scaling(score)
+        elif score.runs:
+            score.stated = stated_coverage(score.runs)
     return found
 
 

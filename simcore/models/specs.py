@@ -228,6 +228,26 @@ _IMAGE = (
         sizes=(32, 1024),
         unit="pixels",
     ),
+    ModelSpec(
+        name="unet",
+        summary="U-Net (5, 64): a chain with long skip connections, one mark a pixel",
+        factory="unet:unet",
+        default_job=Job(batch=64, sequence_length=192, optimizer="sgd"),
+        reason="published image size; 29 GiB",
+        parameters=232_687_328,
+        sizes=(64, 1024),
+        unit="pixels",
+    ),
+    ModelSpec(
+        name="amoebanet-d",
+        summary="AmoebaNet-D (18, 256), 1000 classes: cells with many branches",
+        factory="amoebanet:amoebanet_d",
+        default_job=Job(batch=128, sequence_length=224, optimizer="sgd"),
+        reason="published image size; 45 GiB",
+        parameters=122_470_120,
+        sizes=(32, 1024),
+        unit="pixels",
+    ),
 )
 
 _BRANCHED = (
