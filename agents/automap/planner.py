@@ -70,6 +70,7 @@ class Laid(NamedTuple):
     start: NDArray[np.int8]  # [decision] the best plan of the additive objective
     optimum: float  # s, of it
     bound: float  # s that no plan of the mesh beats, in less memory neither
+    overflow: int  # bytes over the memory of `start`
 
 
 def meshes(count: int) -> list[dict[str, int]]:
@@ -142,9 +143,9 @@ class GroupSearch:
                 self.found = sorted([*self.found, best], key=lambda each: each.rank)
 
     def _promising(self, budget: Budget) -> list[Laid]:
-        """Returns all meshes, those first whose optimum of the additive objective is least."""
+        """Returns all meshes: those first whose best additive plan fits, or is least over."""
         tables = budget.part(_TABLES) if budget.seconds_left() is not None else Budget()
-        return sorted(self._laid(tables), key=lambda laid: laid.optimum)
+        return sorted(self._laid(tables), key=lambda laid: (laid.overflow, laid.optimum))
 
     def _laid(self, budget: Budget) -> Iterator[Laid]:
         """Yields meshes and notes their bounds; the first whatever is left of the budget."""
@@ -183,7 +184,8 @@ def _lay(
         ]
     except PlacewrightError:
         return None
-    return Laid(problem, start, least, min(bounds))
+    worth = simulate_folded(problem.folded, start[None], reserve_memory=reserve)
+    return Laid(problem, start, least, min(bounds), int(worth.overflow[0]))
 
 
 def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
@@ -230,7 +232,7 @@ def search(
 
 def _best_of(laid: Laid, budget: Budget) -> Grouped | None:
     """Returns the best plan of a mesh, None where it has none that splits along every axis."""
-    problem, start, least, _ = laid
+    problem, start, least, *_ = laid
     room = budget.room()
     most = EVALUATIONS if room is None else min(EVALUATIONS, room)
     found = search(problem, start, max(1, most), budget.left)
