@@ -41,7 +41,10 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
         raise PlacewrightError(f"{path}: not a checkpoint: {type(error).__name__}") from None
     if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
         raise PlacewrightError(f"{path}: not a checkpoint of the format {_FORMAT}")
-    return whole.get("identity", {}), whole.get("state", {})
+    identity, state = whole.get("identity", {}), whole.get("state", {})
+    if not (isinstance(identity, dict) and isinstance(state, dict)):
+        raise PlacewrightError(f"{path}: not a checkpoint: its identity or state is no dictionary")
+    return identity, state
 
 
 def save(folder: Path, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:

@@ -209,6 +209,44 @@ def test_a_resize_doubles_pictures_and_its_factors_are_no_parameters(
     assert written.tolist() == [0, 4 * 32 * 32 * 4]
 
 
+@pytest.mark.parametrize(("op", "opset"), [("Resize", 10), ("Upsample", 9), ("Upsample", 7)])
+def test_older_files_say_the_factors_elsewhere(load: Any, op: str, opset: int) -> None:
+    model = onnx_models.resized("nearest")
+    node = model.graph.node[1]
+    node.op_type, model.opset_import[0].version = op, opset
+    del node.input[1:]
+    if opset == 7:
+        factors = onnx_models.helper.make_attribute("scales", [1.0, 1.0, 2.0, 2.0])
+        node.attribute.append(factors)
+        del model.graph.initializer[1]
+    else:
+        node.input.append("scales")
+    graph, _ = load(model, batch=8)
+    assert graph.op_targets.count("aten.upsample_nearest2d") == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes", "reason"),
+    [
+        ([-2, -1], [32, 32], ""),
+        (None, [1, 12, 32, 32], "channels change too"),
+        (None, [32, 32], "2 sizes or factors of 4 axes"),
+        ([1, 2], [32, 32], r"axes \[1, 2\] of 4 are not those behind the channels"),
+    ],
+)
+def test_a_resize_of_other_axes_than_those_behind_the_channels_is_refused(
+    load: Any, axes: list[int] | None, sizes: list[int], reason: str
+) -> None:
+    model = onnx_models.resized("nearest", sizes=sizes)
+    if axes:
+        model.graph.node[1].attribute.append(onnx_models.helper.make_attribute("axes", axes))
+    if not reason:
+        assert "aten.upsample_nearest2d" in load(model)[0].op_targets
+        return
+    with pytest.raises(CaptureError, match=rf"node \S+ \(Resize\): {reason}"):
+        load(model)
+
+
 def test_a_sequence_length_that_no_input_has_is_refused(load: Any) -> None:
     model = onnx_models.one_node("Gemm", (4, 8), (8, 5))
     with pytest.raises(JobError, match=r"m\.onnx: no input has a sequence length that is open"):

@@ -393,6 +393,15 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch):
     assert not (tmp_path / "was_run").exists()
 
 
+@pytest.mark.parametrize("part", ["identity", "state"])
+def test_a_checkpoint_whose_parts_are_no_dictionaries_is_refused(tmp_path, part):
+    path = tmp_path / checkpoint.FILE
+    checkpoint.write(path, {"learner": "x"}, {"number": 1})
+    torch.save(torch.load(path) | {part: "x"}, path)
+    with pytest.raises(PlacewrightError, match=r"checkpoint\.pt: not a checkpoint: its identity"):
+        checkpoint.read(path)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"text", pickle.dumps({"format": 1})])
 def test_a_missing_or_damaged_checkpoint_is_named(content, tmp_path):
     if content is not None:

@@ -15,6 +15,7 @@ from simcore.frontends.torch_onnx_nodes import Node, Tensor
 
 _STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}  # inputs of the first states
 _PEEPHOLES = 7
+_SECOND = 10  # last opset where the factors of a Resize are its second input
 VALUES = {"Resize": (1, 2), "Upsample": (1,)}  # inputs whose values decide, parameters never
 _MODES: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}
 
@@ -74,21 +75,46 @@ def _function(node: Node) -> Callable[..., tuple[Tensor, ...]]:
 def _resized(node: Node) -> Tensor:
     """Returns a picture, or anything with as many axes behind the channels, in another size."""
     data = node.tensor(0)
-    sizes, scales = node.value(3), node.value(2 if node.op == "Resize" else 1)
-    if sizes is None and (scales is None or isinstance(scales, torch.Tensor)):
-        raise ValueError("the size depends on the values of a tensor")
-    axes = node.get("axes")
-    if axes is not None and list(axes) != list(range(2, data.dim())):
-        raise ValueError(f"axes {list(axes)} are not those behind the channels")
-    if sizes is not None:
-        target = [int(size) for size in node.numbers("sizes", 3) or []][-(data.dim() - 2) :]
-    else:
-        factors = [float(factor) for factor in scales][-(data.dim() - 2) :]
-        target = [int(n * f) for n, f in zip(data.shape[2:], factors, strict=True)]
+    target = _target(node, data)
     mode = node.get("mode", b"nearest").decode()
     mode = {"linear": {3: "linear", 4: "bilinear", 5: "trilinear"}.get(data.dim(), ""),
             "cubic": "bicubic"}.get(mode, mode)  # fmt: skip
     return F.interpolate(data, target, mode=mode)
+
+
+def _target(node: Node, data: Tensor) -> list[int]:
+    """Returns how long the axes behind the channels become.
+
+    Raises:
+        ValueError: it is not known, or channels change too.
+    """
+    rank = data.dim()
+    axes = [axis % rank for axis in node.get("axes", range(rank))]
+    if rank < 3 or axes not in (list(range(rank)), list(range(2, rank))):
+        raise ValueError(f"axes {axes} of {rank} are not those behind the channels")
+    sizes, factors = node.numbers("sizes", 3), _factors(node)
+    given = sizes if sizes is not None else factors
+    if given is None:
+        raise ValueError("the size depends on the values of a tensor")
+    if len(given) != len(axes):
+        raise ValueError(f"{len(given)} sizes or factors of {len(axes)} axes")
+    same = 1 if sizes is None else data.shape[1]
+    if axes[0] == 0 and given[1] != same:
+        raise ValueError("channels change too")
+    behind = zip(data.shape[2:], given[2 - rank :], strict=True)
+    return [int(n * each) if sizes is None else int(each) for n, each in behind]
+
+
+def _factors(node: Node) -> list[float] | None:
+    """Returns a factor for each axis, None where they are not known.
+
+    They are the third input of a Resize since opset 11, else the second, before 9 an attribute.
+    """
+    place = 2 if node.op == "Resize" and node.opset > _SECOND else 1
+    scales = node.get("scales") if node.value(place) is None else node.value(place)
+    if scales is None or isinstance(scales, torch.Tensor):
+        return None
+    return [float(factor) for factor in scales]
 
 
 LAYERS: dict[str, Callable[[Node], Any]] = {
