@@ -63,6 +63,13 @@ def test_chains_of_torchgpipe_have_the_published_parameters(
     assert found / 1e6 == pytest.approx(millions, abs=0.05 if millions < 1000 else 5)
 
 
+@pytest.mark.parametrize("side", [33, 65, 100])
+def test_amoebanet_takes_images_whose_side_is_odd_somewhere(side: int) -> None:
+    with torch.device("meta"):
+        logits = AmoebaNet(3, 16)(torch.empty(2, 3, side, side))
+    assert logits.shape == (2, 1000)
+
+
 def test_a_chain_of_modules_is_cut_where_the_row_says() -> None:
     with torch.device("meta"):
         module, inputs = UNet(1, 2), unet(64).inputs

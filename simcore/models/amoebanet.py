@@ -53,7 +53,7 @@ def _average(channels: int, stride: int) -> nn.Module:
 
 
 def _greatest(channels: int, stride: int) -> nn.Module:
-    return nn.MaxPool2d(2, stride=stride)
+    return nn.MaxPool2d(2, stride=stride, ceil_mode=True)  # odd sides round up as elsewhere
 
 
 def _point(channels: int, stride: int) -> nn.Module:
