@@ -70,7 +70,13 @@ class Laid(NamedTuple):
     start: NDArray[np.int8]  # [decision] the best plan of the additive objective
     optimum: float  # s, of it
     bound: float  # s that no plan of the mesh beats, in less memory neither
-    overflow: int  # bytes over the memory of `start`
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """How many bytes over the memory the best additive plan is, and its sum, least first."""
+        folded, reserve = self.problem.folded, self.problem.reserve_memory
+        worth = simulate_folded(folded, self.start[None], reserve_memory=reserve)
+        return int(worth.overflow[0]), self.optimum
 
 
 def meshes(count: int) -> list[dict[str, int]]:
@@ -145,7 +151,7 @@ class GroupSearch:
     def _promising(self, budget: Budget) -> list[Laid]:
         """Returns all meshes: those first whose best additive plan fits, or is least over."""
         tables = budget.part(_TABLES) if budget.seconds_left() is not None else Budget()
-        return sorted(self._laid(tables), key=lambda laid: (laid.overflow, laid.optimum))
+        return sorted(self._laid(tables), key=lambda laid: laid.rank)
 
     def _laid(self, budget: Budget) -> Iterator[Laid]:
         """Yields meshes and notes their bounds; the first whatever is left of the budget."""
@@ -184,8 +190,7 @@ def _lay(
         ]
     except PlacewrightError:
         return None
-    worth = simulate_folded(problem.folded, start[None], reserve_memory=reserve)
-    return Laid(problem, start, least, min(bounds), int(worth.overflow[0]))
+    return Laid(problem, start, least, min(bounds))
 
 
 def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
@@ -232,7 +237,7 @@ def search(
 
 def _best_of(laid: Laid, budget: Budget) -> Grouped | None:
     """Returns the best plan of a mesh, None where it has none that splits along every axis."""
-    problem, start, least, *_ = laid
+    problem, start, least, _ = laid
     room = budget.room()
     most = EVALUATIONS if room is None else min(EVALUATIONS, room)
     found = search(problem, start, max(1, most), budget.left)

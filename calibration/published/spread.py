@@ -48,14 +48,13 @@ class Parts(NamedTuple):
         return float(np.sqrt((self.device * self.error) ** 2 + link**2 + spread.machine**2))
 
 
-def parts_of(run: Run, spread: Spread) -> Parts | None:
-    """Returns what of a run is uncertain; None = it cannot be expressed."""
-    described, said = describe_run(run), published_run(run)
-    slow = published_run(run, slower=_SLOWER)
+def parts_of(run: Run, said: Prediction, spread: Spread) -> Parts | None:
+    """Returns what of a run is uncertain, given its prediction; None = it cannot be expressed."""
+    described, slow = describe_run(run), published_run(run, slower=_SLOWER)
     cluster = node_cluster(run) or known_cluster(run)
     if isinstance(described, NotExpressible) or cluster is None:
         return None
-    if not isinstance(said, Prediction) or not isinstance(slow, Prediction):
+    if not isinstance(slow, Prediction):
         return None
     share = (slow.seconds / said.seconds - 1) / (_SLOWER - 1)
     return Parts(float(np.clip(share, 0.0, 1.0)), _device_error(described, cluster, spread.shared))
@@ -103,8 +102,11 @@ def stated_coverage(runs: Sequence[Run], spread: Spread | None = None) -> dict[s
     chosen = spread or Spread()
     inside = []
     for run in runs[:: -(-len(runs) // SAMPLE) or 1]:
-        said, parts = published_run(run), parts_of(run, chosen)
-        if isinstance(said, Prediction) and parts is not None:
+        said = published_run(run)
+        if not isinstance(said, Prediction):
+            continue
+        parts = parts_of(run, said, chosen)
+        if parts is not None:
             off = abs(np.log(run.seconds / said.seconds))
             inside.append(off <= DECILE * parts.log_error(chosen))
     return {
