@@ -6,7 +6,8 @@ are no op of a class with curves are ignored) and returns, for every GPU kind of
 
 - fitted to the kind's own rows, unless the class, without having seen this kind, predicts them
   better than they predict each other (few rows, or seconds that hold more than the op), or, where
-  they are of a last resort, a kind of the same chip does;
+  they are of a last resort, a kind of the same chip does; nor where large products would outrun
+  the arithmetic (all rows are small and wait for memory);
 - borrowed from a kind of the same chip, or from the other 16-bit type of the same kind;
 - borrowed from the class: parameters fitted to all kinds at once, scaled by the kind's peaks. Its
   error is that of kinds left out of that fit.
@@ -29,13 +30,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from calibration.chips import TWINS, aligned, chip_of, family_of, is_odd_one, issued
 from calibration.importers import IMPORTERS
 from calibration.op_data import CURVED, LAST_RESORT, Key, samples_of
 from calibration.op_models import Samples, fit_curve, pooled, predict
 from calibration.records import Record
 from simcore.atomic import write_whole
 from simcore.op_curves import CURVE_ERROR
-from simcore.op_forms import Floats, HeldOut, OpCurve
+from simcore.op_forms import Device, Floats, HeldOut, OpCurve, Work, seconds
 from simcore.profile import HardwareProfile, Tagged, parse_profile
 from simcore.profile_store import SHIPPED
 
@@ -44,23 +46,9 @@ LEAST_ROWS = 8  # of a fit
 _FOLDS = 5
 _ONE_FOLD_FROM = 1500  # rows, from which one fold tells enough
 _LEAST_ERROR = 0.03  # of a fitted curve
+_LARGE = 8192.0  # a side of a product that does not wait for memory
+_BOOST = 1.15  # clocks above those that a stated peak is for, at most
 _SOURCES = ("aceso_v100", "aiconfigurator", "deepbench", "neusight", "sailor", "vidur")
-_CHIPS = (
-    ("V100-SXM2-16GB", "V100-SXM2-32GB", "V100-PCIe-32GB", "V100-PCIe-16GB"),
-    ("A100-SXM4-80GB", "A100-SXM4-40GB", "A100-PCIE-40GB", "A100-PCIE-80GB"),
-    ("H100-SXM5-80GB", "GH200-96GB", "H200-SXM-141GB", "H100-NVL-94GB", "H100-PCIE-80GB"),
-    ("RTX-2080Ti-11GB", "Titan-RTX-24GB", "RTX-2080-8GB", "T4-16GB"),
-    ("M40-12GB", "TitanX-12GB"),
-    ("MI210-64GB", "MI250-64GB"),
-    ("B200-SXM-180GB", "GB200-186GB"),
-)
-_NO_TENSOR_CORES = ("K80", "M40", "P100", "P4", "TitanX")
-_TWINS = {"fp16": ("bf16",), "bf16": ("fp16",), "tf32": ("fp16", "bf16"), "fp8": ("bf16", "fp16")}
-# What a dimension that is no multiple of 8 costs a 16-bit product: on Volta and Turing it leaves
-# the tensor cores (a third or more, as users saw who padded a vocabulary), later ones lose less.
-_MISALIGNED_OLD, _MISALIGNED_NEW, _MISALIGNED_NONE = 0.5, 0.15, 0.01
-_FIRST_TENSOR_CORES = ("V100", "T4", "RTX-2080", "Titan-RTX")
-
 OfDtypes = dict[str, Tagged[OpCurve]]
 Curves = dict[str, OfDtypes]
 
@@ -166,8 +154,8 @@ def _class_curves(samples: Mapping[Key, Samples]) -> dict[tuple[str, str], Class
     """Returns the curve of every op class and kind of arithmetic over all device kinds."""
     members: dict[tuple[str, str], list[Samples]] = {}
     for key, found in sorted(samples.items()):
-        if len(found) >= LEAST_ROWS and not _odd_one(key):
-            members.setdefault((key.op_class, _family(key.dtype)), []).append(found)
+        if len(found) >= LEAST_ROWS and not is_odd_one(key.kind, key.dtype):
+            members.setdefault((key.op_class, family_of(key.dtype)), []).append(found)
     return {key: _class_curve(parts) for key, parts in members.items()}
 
 
@@ -175,8 +163,8 @@ def _class_curve(parts: list[Samples]) -> ClassCurve:
     curve = fit_curve(pooled(parts), surfaces=False)
     ratios = {}
     for part in parts:
-        chip = _chip(part.kinds[0])
-        others = [other for other in parts if _chip(other.kinds[0]) != chip]
+        chip = chip_of(part.kinds[0])
+        others = [other for other in parts if chip_of(other.kinds[0]) != chip]
         if others:
             left = fit_curve(pooled(others), surfaces=False)
             ratios[part.kinds[0], part.work.dtype] = _compare(left, part)
@@ -198,9 +186,11 @@ def _fitted(
     """Returns the curve of a kind from its own rows; None where they are too few, or others do."""
     if len(mine) < LEAST_ROWS:
         return None
-    found = classes.get((key.op_class, _family(key.dtype)))
+    found = classes.get((key.op_class, family_of(key.dtype)))
     start = None if found is None else found.curve
     curve = fit_curve(mine, start)
+    if outruns(curve, mine):
+        return None
     errors = held_out(mine, start)
     others = []
     if found is not None and (unseen := _left_out(found, mine)) is not None:
@@ -213,13 +203,29 @@ def _fitted(
         return None
     error = CURVE_ERROR if inside is None else max(_LEAST_ERROR, inside.p90 / 1.645)
     return Tagged(
-        value=_aligned(msgspec.structs.replace(curve, held_out=errors), key.kind),
+        value=aligned(msgspec.structs.replace(curve, held_out=errors), key.kind),
         tag="fitted",
         source=f"public measurements: {source}",
         date=DATE,
         relative_error=min(error, 1.0),
         num_samples=len(mine),
     )
+
+
+def outruns(curve: OpCurve, samples: Samples) -> bool:
+    """Whether a curve says that large products are faster than the arithmetic of their device.
+
+    Args:
+        curve: fitted to samples.
+        samples: of one device.
+    """
+    if samples.op_class != "matmul":
+        return False  # convolutions may multiply less often than they are counted
+    side = np.array([_LARGE])
+    dims = {"m": side, "n": side, "k": side}
+    device = Device(*(np.asarray(value)[:1] for value in samples.device))
+    took = seconds(curve, Work(dims, np.zeros(1), samples.work.dtype), device)
+    return bool(2.0 * _LARGE**3 / took[0] > _BOOST * np.asarray(device.peak)[0])
 
 
 def _left_out(found: ClassCurve, mine: Samples) -> HeldOut | None:
@@ -273,54 +279,31 @@ def _lent(
 
 def _of_chip(key: Key, fitted: Mapping[str, Curves]) -> Iterator[Tagged[OpCurve]]:
     """Yields curves of the other 16-bit type and of kinds of the same chip."""
-    chip = [kind for kind in _chip(key.kind) if kind != key.kind and kind in fitted]
-    donors = [(key.kind, twin) for twin in _TWINS.get(key.dtype, ()) if key.dtype != "fp8"]
-    donors += [(kind, dtype) for kind in chip for dtype in (key.dtype, *_TWINS.get(key.dtype, ()))]
+    chip = [kind for kind in chip_of(key.kind) if kind != key.kind and kind in fitted]
+    donors = [(key.kind, twin) for twin in TWINS.get(key.dtype, ()) if key.dtype != "fp8"]
+    donors += [(kind, dtype) for kind in chip for dtype in (key.dtype, *TWINS.get(key.dtype, ()))]
     for kind, dtype in donors:
         found = fitted.get(kind, {}).get(key.op_class, {}).get(dtype)
-        if found is not None and not _odd_one(key):
+        if found is not None and not is_odd_one(key.kind, key.dtype):
             source = f"{kind} {dtype}, scaled by the peaks ({found.source})"
             error = 1.5 * (found.relative_error or CURVE_ERROR)
             yield _lend(found.value, key.kind, source, max(0.1, error))
 
 
 def _of_class(key: Key, classes: Mapping[tuple[str, str], ClassCurve]) -> Iterator[Tagged[OpCurve]]:
-    common = classes.get((key.op_class, _family(key.dtype)))
+    common = classes.get((key.op_class, family_of(key.dtype)))
     if common is None:
         return
     source = f"all of {', '.join(common.kinds)} in one fit, scaled by the peaks"
     error = 0.4 if common.left_out is None else max(CURVE_ERROR, common.left_out.p90 / 1.645)
     held = {} if common.left_out is None else {"device left out": common.left_out}
-    curve = msgspec.structs.replace(common.curve, held_out=held)
+    curve = msgspec.structs.replace(issued(common.curve, key.kind, key.dtype), held_out=held)
     yield _lend(curve, key.kind, source, error)
 
 
 def _lend(curve: OpCurve, kind: str, source: str, error: float) -> Tagged[OpCurve]:
-    value = msgspec.structs.replace(_aligned(curve, kind), outcome="borrowed", standard_errors={})
+    value = msgspec.structs.replace(aligned(curve, kind), outcome="borrowed", standard_errors={})
     return Tagged(value, "borrowed", source, DATE, min(error, 1.0))
-
-
-def _aligned(curve: OpCurve, kind: str) -> OpCurve:
-    """Returns a curve with the kind's price of dimensions that are no multiple of 8."""
-    if curve.form != "tiles":
-        return curve
-    price = _MISALIGNED_OLD if kind.startswith(_FIRST_TENSOR_CORES) else _MISALIGNED_NEW
-    price = _MISALIGNED_NONE if kind.startswith(_NO_TENSOR_CORES) else price
-    parameters = curve.parameters | {"misaligned": price}
-    return msgspec.structs.replace(curve, parameters=parameters)
-
-
-def _chip(kind: str) -> tuple[str, ...]:
-    return next((chip for chip in _CHIPS if kind in chip), (kind,))
-
-
-def _family(dtype: str) -> str:
-    return "fp32" if dtype in ("fp32", "fp64") else "16-bit"
-
-
-def _odd_one(key: Key) -> bool:
-    """A GPU without tensor cores has 16-bit products that are like no other's."""
-    return _family(key.dtype) != "fp32" and key.kind.startswith(_NO_TENSOR_CORES)
 
 
 def _compare(curve: OpCurve, samples: Samples) -> Floats:

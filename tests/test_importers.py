@@ -49,19 +49,59 @@ ACESO = (
 def test_aceso_products_have_the_shapes_of_their_shard(tmp_path):
     folder = write(
         tmp_path / "aceso_v100", "ops_gpt_350M.csv", ACESO,
-        "gpt_350M 2 4 0 enc-attention-qkv 210.327 631.241 8 7 1.5 3 0 16",
-        "gpt_350M 2 4 1 enc-attention-qkv 665.723 237.986 5 16 1.5 12 0 82",
+        "gpt_350M 2 4 0 enc-MLP-GEMM-1 210.327 631.241 8 7 1.5 3 0 16",
         "gpt_350M 2 4 0 enc-MLP-GEMM-2 382.972 130.876 8 8 2 4 0 20",
+        "gpt_350M 2 1 0 enc-attention-qkv 665.723 237.986 5 16 1.5 12 0 82",
     )  # fmt: skip
     found = import_folder("aceso_v100", folder)
-    first, second, third = found.records
-    assert first.dims == {"m": 2 * 2048, "n": 3 * 1024 // 4, "k": 1024}
+    first, second = found.records
+    assert first.dims == {"m": 2 * 2048, "n": 4 * 1024 // 4, "k": 1024}
     assert (first.phase, first.seconds) == ("F", pytest.approx(210.327e-6))
-    assert second.dims == {"m": 2 * 2048, "n": 3 * 1024, "k": 1024 // 4}
+    assert second.dims == {"m": 2 * 2048, "n": 1024, "k": 4 * 1024 // 4}
     assert (second.phase, second.factor) == ("B", 2.0)
-    assert second.seconds == pytest.approx(237.986e-6)
-    assert (third.dims["n"], third.dims["k"], third.phase) == (1024, 1024, "B")
-    assert found.skipped.total() == 3  # the phases with an all-reduce
+    assert second.seconds == pytest.approx(130.876e-6)
+    assert found.skipped == {
+        ("op", "contains a collective over the tensor-parallel group"): 2,
+        ("op", "several ops in one row (product, bias and copies)"): 2,
+    }
+
+
+@pytest.mark.parametrize(("source", "norm"), [("aceso_v100", 8), ("sailor", 6)])
+def test_rows_of_a_layer_count_what_they_do_beside_their_op(tmp_path, source, norm):
+    """Sums of bias gradients and residuals; where weights have gradients, theirs as well."""
+    one = "1 1 enc-1st-layernorm 100 200 1 1 1 1", "1 1 enc-MLP-gelu 100 200 1 1 1 1"
+    last = "1 1 enc-post-MLP-dropout 100 200 1 1 1 1"
+    if source == "sailor":
+        header = "model gpu precision micro_batch tp op_name forward_us backward_us input_mb"
+        columns = f"{header} output_mb weights_mb activations_mb"
+        rows = [f"OPT-350 V100-16 fp16 {row}" for row in (*one, last)]
+        folder = write(tmp_path / source, "ops_OPT-350_mixed.csv", columns, *rows)
+    else:
+        rows = [f"gpt_350M {row} 0 0".replace("1 1 enc", "1 1 0 enc") for row in (*one, last)]
+        folder = write(tmp_path / source, "ops_gpt_350M.csv", ACESO, *rows)
+    found = import_folder(source, folder)
+    states = 2048 * 1024 * 2  # bytes
+    passes = {
+        ("enc-1st-layernorm", "F"): 2, ("enc-1st-layernorm", "B"): norm,
+        ("enc-MLP-gelu", "F"): 2 * 4, ("enc-MLP-gelu", "B"): 4 * 4,
+        ("enc-post-MLP-dropout", "F"): 7.5, ("enc-post-MLP-dropout", "B"): 4.5,
+    }  # fmt: skip
+    assert {(r.target, r.phase): r.traffic / states for r in found.records} == passes
+
+
+def test_with_these_passes_the_ops_of_a_layer_are_about_as_fast_as_its_dropout(data):
+    """Of every GPU of both sources, at the largest size: what a row holds shows in its rate."""
+    for name in ("aceso_v100", "sailor"):
+        largest = {}
+        for row in import_folder(name, data / name).records:
+            key = row.device, row.dtype, row.target, row.phase
+            if row.op_class == "pointwise" and row.target.startswith("enc-"):
+                largest[key] = max(largest.get(key, row), row, key=lambda each: each.traffic)
+        rates = {key: row.traffic / row.seconds for key, row in largest.items()}
+        assert rates
+        for (device, dtype, target, phase), rate in rates.items():
+            dropout = rates[device, dtype, "enc-attention-dropout", phase]
+            assert 0.7 < rate / dropout < 1.35, (device, dtype, target, phase)
 
 
 def test_aceso_attention_is_batched_over_the_heads_of_a_shard(tmp_path):
@@ -175,6 +215,18 @@ def test_deepbench_positions_are_those_of_the_output(tmp_path):
     assert (forward.dtype, forward.seconds) == ("fp16", 0.5e-3)
     assert only(found, phase="W").seconds == 2.5e-3
     assert found.skipped == {("op", "not run (empty)"): 1}
+
+
+def test_deepbench_pads_what_tensor_cores_want_in_eights(tmp_path):
+    folder = tmp_path / "deepbench"
+    folder.mkdir()
+    (folder / "gemm.csv").write_text(
+        "gpu,precision,source,m,n,k,a_transpose,b_transpose,time_ms\n"
+        "V100,fp16_mixed,,5124,9124,1530,N,N,2\nV100,fp32,,5124,9124,1530,N,N,9\n"
+    )
+    found = import_folder("deepbench", folder)
+    assert only(found, dtype="fp16").dims == {"m": 5128, "n": 9128, "k": 1536}
+    assert only(found, dtype="fp32").dims == {"m": 5124, "n": 9124, "k": 1530}
 
 
 def test_deepbench_totals_are_both_gradients(tmp_path):

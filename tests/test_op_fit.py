@@ -232,3 +232,12 @@ def test_shipped_curves_are_those_that_the_public_data_gives(tmp_path):
         shipped = profiles[kind].curves["pointwise"]["fp32"].value
         assert found.parameters["memory"] == pytest.approx(shipped.parameters["memory"], rel=0.1)
         assert found.held_out["interpolation"].median < 0.05
+
+
+def test_a_curve_of_small_products_that_outruns_the_arithmetic_is_not_taken():
+    """Rows that wait for memory leave the rate of large products open."""
+    honest, wrong = (OpCurve("tiles", dict(DEFAULTS["tiles"]) | {"compute": c}) for c in (1.0, 2.0))
+    samples = products(60, 0.02, parameters={"compute": 2.0})
+    assert op_fit.outruns(wrong, samples)
+    assert not op_fit.outruns(honest, samples)
+    assert op_fit._fitted(Key("matmul", "fp16", "GPU"), samples, {}, "here", {}) is None

@@ -39,8 +39,7 @@ def _read_gpt(importer: Importer, path: Path, result: Imported) -> None:
             result.skip(f"sizes of {row['model']} are not known", 2)
             continue
         layer = Layer(
-            row.whole("micro_batch"), LENGTH, *size, row.whole("tp"), "fp16",
-            row_first=row.whole("tp_algo") == 1,
+            row.whole("micro_batch"), LENGTH, *size, row.whole("tp"), "fp16"
         )  # fmt: skip
         seconds = (row.number(f"{way}_us") * US for way in ("forward", "backward"))
         transformer_rows.add_rows(result, layer, row["op_name"], seconds, common)

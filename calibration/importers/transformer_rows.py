@@ -2,8 +2,18 @@
 
 Rows are of one process of a tensor-parallel group, and hold the collectives that such an op needs:
 a column-parallel product sums its input's gradient in the backward, a row-parallel one its output
-in the forward (Megatron-LM). Those phases are no measurement of an op. ``qkv`` is row-parallel
-under ``tp_algo`` 1; the other products are as under 0, which the equal times of both show.
+in the forward (Megatron-LM). Those phases are no measurement of an op. Both values of ``tp_algo``
+split a product the same way, which the equal times show.
+
+What a row runs beside its op is in the profiler's source (microsoft/SuperScaler, flex_ops.py), and
+the times agree: with these passes each op moves its bytes as fast as the dropout of the scores, on
+all seven GPUs of the tables, in 16 and in 32 bits.
+
+- queries, keys and values: a bias is added, and each of them is copied to be contiguous;
+- after attention and MLP: bias, dropout and sum are three kernels;
+- GELU's backward sums the gradient of its bias;
+- the backward of a norm adds the gradient of the residual, which leaves the row as well;
+- the last norm copies its input first where there are several samples.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +29,11 @@ from calibration.importers.source import (
 
 SUMMED = "contains a collective over the tensor-parallel group"
 MIXED = "several ops in one row (logits and loss)"
+COPIED = "several ops in one row (product, bias and copies)"
+EMBEDDED = "several ops in one row (words, positions, sum, dropout and a copy)"
 APART = "several ops in one row (scores scaled, masked and softmax apart)"
 NOT_RUN = "a placeholder: too large to run"
-GRADIENT = "the backward of the embedding or the last norm holds work of other ops"
+LAST = "several ops in one row (a copy and the last norm)"
 
 
 class Layer(NamedTuple):
@@ -33,7 +45,6 @@ class Layer(NamedTuple):
     heads: int
     shards: int
     dtype: str
-    row_first: bool = False
     product_dtype: str = ""  # of the products' arithmetic, where it is another
     input_gradient_only: bool = False  # in the backward of products with weights
 
@@ -126,18 +137,14 @@ def _softmax(layer: Layer) -> tuple[Phase, Phase]:
     return _passes("softmax", 1.5, 2.0, _scores)(layer)
 
 
-def _embedding(layer: Layer) -> tuple[Phase, Phase]:
-    fields = elements_fields("embedding", layer.dtype, 2.0, *_states(layer))
-    return ("F", SUMMED if layer.shards > 1 else fields), ("B", GRADIENT)
+def _norm(layer: Layer) -> tuple[Phase, Phase]:
+    """Its backward: of the input, of weights (where they are asked for), and a sum."""
+    backward = 3.0 + (0.0 if layer.input_gradient_only else 2.0) + 3.0
+    return _passes("normalisation", 2.0, backward, _states)(layer)
 
 
-def _last_norm(layer: Layer) -> tuple[Phase, Phase]:
-    return _NORM(layer)[0], ("B", GRADIENT)
-
-
-_NORM = _passes("normalisation", 2.0, 3.0, _states)
 _OPS: dict[str, Callable[[Layer], tuple[Phase, Phase]]] = {
-    "attention-qkv": lambda s: _product(s, 3 * s.hidden, s.hidden, column=not s.row_first),
+    "attention-qkv": lambda _: (("F", COPIED), ("B", COPIED)),
     "attention-dense": lambda s: _product(s, s.hidden, s.hidden, column=False),
     "MLP-GEMM-1": lambda s: _product(s, 4 * s.hidden, s.hidden, column=True),
     "MLP-GEMM-2": lambda s: _product(s, s.hidden, 4 * s.hidden, column=False),
@@ -145,13 +152,13 @@ _OPS: dict[str, Callable[[Layer], tuple[Phase, Phase]]] = {
     "attention-context": lambda s: _attention_product(s, s.hidden // s.heads, s.length),
     "attention-softmax": _softmax,
     "attention-dropout": _masked(2.0, 2.0, _scores),
-    "MLP-gelu": _passes("pointwise", 2.0, 3.0, _inner),
-    "post-attention-dropout": _masked(3.0, 2.0, _states),  # and the sum with the residual
-    "post-MLP-dropout": _masked(3.0, 2.0, _states),
-    "1st-layernorm": _NORM,
-    "2nd-layernorm": _NORM,
-    "final-layernorm": _last_norm,
-    "encoder-embedding": _embedding,
+    "MLP-gelu": _passes("pointwise", 2.0, 4.0, _inner),
+    "post-attention-dropout": _masked(7.0, 4.0, _states),
+    "post-MLP-dropout": _masked(7.0, 4.0, _states),
+    "1st-layernorm": _norm,
+    "2nd-layernorm": _norm,
+    "final-layernorm": lambda _: (("F", LAST), ("B", LAST)),
+    "encoder-embedding": lambda _: (("F", EMBEDDED), ("B", EMBEDDED)),
     "gpt-post-process": lambda _: (("F", MIXED), ("B", MIXED)),
 }
 
