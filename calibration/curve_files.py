@@ -45,6 +45,7 @@ FAMILY = {
     "H100-SXM5-80GB": ("H200-SXM-141GB",),
     "B200-SXM-180GB": ("GB200-186GB",),
 }
+UNSTATED = ("vtrain",)  # sources that do not say which of a family their GPUs are
 # plain topology -> whose curves, and how many times as long a byte takes
 BORROWED = {
     "1 node, RTX-PRO-6000-96GB, PCIe5x16": ("1 node, L40S-48GB, PCIe4x16", 0.5),
@@ -143,7 +144,8 @@ def write_curves(fitted: list[Fitted], folder: Path) -> list[Path]:
     also = _plain_names(fitted)
     paths = []
     for name, items in by_topology.items():
-        entries = [_entry(item, also.get(item.key, [])) for item in items]
+        more = _relatives(name) if items[0].source.startswith(UNSTATED) else []
+        entries = [_entry(item, also.get(item.key, []) + more) for item in items]
         paths.append(_write(folder, name, f"fitted: {items[0].source}", entries))
     for name, (lender, factor) in BORROWED.items():
         entries = [_lent(item, lender, factor) for item in fitted if _speaks_for(item, lender)]

@@ -1,7 +1,9 @@
 """What frameworks do that kernels timed alone do not show: fused, hidden, blocking, in fp32."""
 
+import csv
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +25,19 @@ from calibration.published.cause_kernels import (
 from calibration.published.cause_overlap import with_overlap
 from calibration.published.clusters import cluster_of, machine_of
 from calibration.published.described import Described, NotExpressible
+from calibration.published.messages import with_sending
 from calibration.published.models import graph_of
 from calibration.published.plans import Layout, plan_of
 from calibration.published.prediction import Prediction, Step, published_run
 from calibration.published.reading import describe_run
-from calibration.published.rows import Run
+from calibration.published.rows import Run, read_runs
 from simcore.cost import CostTable, cost_table, kinds_of
 from simcore.pipeline_build import stage_of_units
 from simcore.profile_store import home_at
 from simcore.shards import OneDevice, one_device, with_collectives
+from simcore.signature import Phase
 
+DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 RUN = Run(
     id="e2e-1", source="VIA-Research/vTrain", part="multi", task="train", model="GPT",
     parameters=0.0, layers=4, hidden=1024, heads=4, length=128, gpu="A100", num_gpus=4, per_node=4,
@@ -97,13 +102,85 @@ def test_a_vocabulary_of_odd_length_makes_the_head_slower() -> None:
     assert seconds(two, unaligned=2.0) == seconds(two, unaligned=1.0)
 
 
-def test_traced_work_waits_between_kernels_and_in_collectives() -> None:
+def test_a_traced_host_launches_no_collectives() -> None:
+    cost, device, alone = one(Layout(tp=2), 4)
+    counts = kernel_counts(device.graph, TRACED, 4)
+    host = Host(1e-2, runs_ahead=True)
+    runs, traces = (
+        with_host(cost, device, each, counts, alone.seconds).seconds.sum()
+        for each in (host, host._replace(traces=True))
+    )
+    calls = [op for op in device.communication if device.graph.phase[op] != Phase.U]
+    hidden = alone.seconds[calls].sum()
+    assert runs - traces == pytest.approx(1e-2 * len(calls) - hidden, rel=1e-6)
+
+
+def test_traced_work_waits_between_kernels() -> None:
+    run = dataclasses.replace(RUN, part="single")
+    assert seconds(run, floor=0.0, gap=1e-5) > seconds(run, floor=0.0, gap=0.0)
+    assert seconds(RUN, floor=0.0, gap=1.0) == seconds(RUN, floor=0.0)
+
+
+def test_a_traced_step_adds_no_gradients_and_updates_without_an_fp32_copy() -> None:
     run = dataclasses.replace(RUN, part="single")
     assert described(run).kernels == TRACED
-    free = seconds(run, floor=0.0, gap=0.0, collective=1.0)
-    assert seconds(run, floor=0.0, gap=1e-5, collective=1.0) > free
-    assert seconds(run, floor=0.0, gap=0.0, collective=2.0) > free
-    assert seconds(RUN, floor=0.0, gap=1.0, collective=9.0) == seconds(RUN, floor=0.0)
+    assert not step(run, TRACED).pipeline().tables[0].accumulate.any()
+    cost, device, _ = one(Layout(tp=2), 4)
+    slow, fast = (
+        with_kernels(cost, device.graph, kernels, row_bytes=0, unaligned=1.0)
+        for kernels in (TORCH, TRACED)
+    )
+    updates = device.graph.phase == Phase.U
+    ratio = fast.seconds[updates].sum() / slow.seconds[updates].sum()
+    assert ratio == pytest.approx(22 / 28)
+
+
+def test_a_message_that_takes_its_sender_is_not_on_its_way_as_well() -> None:
+    tables = step(RUN, TORCH).pipeline().tables
+    sent = with_sending(tables, 1e9)
+    for before, after in zip(tables, sent, strict=True):
+        assert not after.forward_bytes.any()
+        assert not after.backward_bytes.any()
+        more = (after.seconds - before.seconds)[:, :, 0]
+        assert (more >= 0).all()
+    assert (sent[0].seconds - tables[0].seconds)[0, Phase.F, 0] == pytest.approx(
+        tables[0].forward_bytes.sum() / 1e9
+    )
+    assert (sent[1].seconds - tables[1].seconds)[1, Phase.B, 0] == pytest.approx(
+        tables[1].backward_bytes.sum() / 1e9
+    )
+
+
+def test_copies_add_to_rows_of_one_node_what_the_table_of_the_source_says() -> None:
+    if not (DATA / "e2e").exists():
+        pytest.skip(f"no published runs in {DATA}")
+    times: dict[tuple[int, ...], float] = {}
+    for run in read_runs(DATA / "e2e"):
+        if run.source == RUN.source and run.part == "single" and run.pp == 1 and run.tp > 1:
+            samples = run.global_batch // run.dp
+            times[(run.hidden, run.layers, run.tp, run.micro_batch, samples, run.dp)] = run.seconds
+    checked = 0
+    for (*model, copies), took in times.items():
+        size = round(gradient_bytes(*model[:3]) / 2**20)
+        if copies > 1 and size <= 1024:  # the table goes to 1 GiB
+            more = took - times[(*model, 1)]
+            assert more == pytest.approx(table(copies)[size], abs=1e-9)
+            checked += 1
+    assert checked > 100
+
+
+def gradient_bytes(hidden: int, layers: int, tp: int) -> int:
+    """Returns the bytes of gradients of one device in the source's model: two vocabularies."""
+    split = 12 * hidden**2 + 7 * hidden  # products and their split biases
+    ends = 2 * (50_257 // tp) * hidden + 1024 * hidden
+    return 2 * (ends + layers * (split // tp + 6 * hidden))
+
+
+def table(copies: int) -> dict[int, float]:
+    """Returns MiB -> seconds of an all-reduce in place."""
+    with (DATA / "vtrain" / f"allreduce_a100_{copies}gpu.csv").open() as lines:
+        found = list(csv.DictReader(lines))
+    return {int(row["size_bytes"]) // 2**20: int(row["in_place_ns"]) / 1e9 for row in found}
 
 
 def test_fused_kernels_are_faster_and_split_messages() -> None:

@@ -20,15 +20,16 @@ class Host(NamedTuple):
         runs_ahead: whether it launches without waiting: then a layer, forward or backward, takes
             what the device or what the host needs for it; else that holds of each op.
         blocks: whether it launches an op only when the one before has ended.
+        traces: whether what it launches was traced on one device without collectives, which come
+            on top; else it runs on while they do.
         gap: s on the device from a kernel's end to the next one's start, beyond what ops show.
-        collective: how many times as long collectives take as their curves say.
     """
 
     floor: float
     runs_ahead: bool = False
     blocks: bool = False
+    traces: bool = False
     gap: float = 0.0
-    collective: float = 1.0
 
 
 def with_host(
@@ -75,22 +76,18 @@ def _ahead(
     kernels: NDArray[np.int64],
     collectives: NDArray[np.float64],
 ) -> CostTable:
-    """Returns costs in which what a layer's ops lack of the host's time is spread over them.
-
-    What collectives take beyond their curves is in the ops before them.
-    """
+    """Returns costs in which what a layer's ops lack of the host's time is spread over them."""
     graph = device.graph
     group = _groups(graph)
     trains = graph.phase != Phase.U
     launches = (cost.launch > 0) & trains[:, None]  # [op, kind]
-    count = launches * kernels[:, None]
     calls = np.zeros(graph.num_ops, bool)
-    calls[list(device.communication)] = True
-    calls &= trains
+    if not host.traces:
+        calls[list(device.communication)] = True
+        calls &= trains
     shared = np.where(calls[:, None, None], collectives, 0.0)
+    count = launches * kernels[:, None]
     seconds = cost.seconds + host.gap * count[:, :, None]
-    before = np.maximum(np.flatnonzero(calls) - 1, 0)
-    np.add.at(seconds, before, (host.collective - 1) * shared[calls])
     shape = (int(group.max()) + 1, *seconds.shape[1:])
     busy, needed, ops = np.zeros(shape), np.zeros(shape[:2]), np.zeros(shape[:2])
     np.add.at(busy, group, seconds + shared)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from simcore.cost import CostTable
 from simcore.graph import OpGraph
+from simcore.signature import Phase
 
 UNALIGNED_STEPS = {16: 0, 8: 1, 4: 1, 2: 3}  # bytes that rows are multiples of -> slow-downs
 _HEAD = "head.mm"  # products of the vocabulary, there and back
@@ -38,7 +39,9 @@ class Kernels(NamedTuple):
             add the gradients of weights to those of microbatches before (Megatron since 3.0).
         blocks: the host launches an op when the one before has ended (CUDA_LAUNCH_BLOCKING=1).
         wide: gradients are added, and summed over all copies, in fp32 (DeepSpeed's bf16 optimizer).
-        traced: each op and collective takes longer because the run is traced.
+        traced: the step is put together from a trace of one layer on one device, see
+            `assumptions`; gradients are not added, and the update has no fp32 copy.
+        compiled: a compiler fused what lies between products, see `cause_compiler`.
     """
 
     fused: bool = False
@@ -50,9 +53,11 @@ class Kernels(NamedTuple):
     blocks: bool = False
     wide: bool = False
     traced: bool = False
+    compiled: bool = False
 
 
 TORCH = Kernels()
+COMPILED = Kernels(compiled=True)
 MEGATRON = Kernels(fused=True, in_place=True, runs_ahead=True, fours=True)
 MEGATRON_3 = MEGATRON._replace(overlaps=True)  # of 2022
 BLOOM = MEGATRON._replace(runs_ahead=False, blocks=True, wide=True)  # as the project's script
@@ -73,6 +78,7 @@ _SOFTMAX = {  # op of torch's softmax -> bytes that its kernels move against tho
     "attention._softmax.backward._softmax_backward_data": 20 / 3,
 }
 _SOFTMAX_KERNELS = 5
+_WITHOUT_COPY = 22 / 28  # of the bytes that Adam moves for a parameter of 16 bits
 _NORM = ".native_layer_norm"  # moves two tensors forward and three back; an addition moves three
 
 
@@ -138,7 +144,12 @@ def unaligned_steps(row_bytes: int) -> int:
 
 
 def _changes(kernels: Kernels) -> list[Callable[[OpGraph, NDArray[np.float64]], None]]:
-    chosen = ((kernels.fused, _fuse), (kernels.in_place, _work_in_place), (kernels.half, _halve))
+    chosen = (
+        (kernels.fused, _fuse),
+        (kernels.in_place, _work_in_place),
+        (kernels.half, _halve),
+        (kernels.traced, _update_without_copy),
+    )
     return [change for is_so, change in chosen if is_so]
 
 
@@ -154,6 +165,10 @@ def _work_in_place(graph: OpGraph, factor: NDArray[np.float64]) -> None:
 def _halve(graph: OpGraph, factor: NDArray[np.float64]) -> None:
     factor[np.array([name in _CAST for name in graph.op_names])] = 0.0
     factor[np.array([name in _WHOLE_ROWS for name in graph.op_names])] *= 0.5
+
+
+def _update_without_copy(graph: OpGraph, factor: NDArray[np.float64]) -> None:
+    factor[graph.phase == Phase.U] *= _WITHOUT_COPY
 
 
 def _normalised(seconds: NDArray[np.float64], graph: OpGraph) -> NDArray[np.float64]:

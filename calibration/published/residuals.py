@@ -54,23 +54,7 @@ def fit_host_floor(runs: Sequence[Run]) -> tuple[float, float]:
 def fit_gap(runs: Sequence[Run]) -> tuple[float, float]:
     """Returns `assumptions.GAP` and its relative standard error.
 
-    With many samples on one device the host is ahead; what a layer takes beyond its kernels is
-    between them. One contrast for each width and each of two microbatches.
-
-    Args:
-        runs: of vTrain on one node.
-
-    Raises:
-        MeasurementError: fewer than two contrasts.
-    """
-    pairs = [pair for samples in (4, 8) for pair in layer_pairs(runs, samples)]
-    return _fit([each for each in pairs if each.fewer.tp == 1], "gap", (0.0, 200 * US), Pair.layer)
-
-
-def fit_collective(runs: Sequence[Run]) -> tuple[float, float]:
-    """Returns `assumptions.COLLECTIVE` and its relative standard error.
-
-    What a layer takes beyond its kernels and the gaps between them is in its collectives: one
+    With many samples the host is ahead; what a layer takes beyond its kernels is between them. One
     contrast for each width and number of tensor-parallel devices.
 
     Args:
@@ -79,8 +63,7 @@ def fit_collective(runs: Sequence[Run]) -> tuple[float, float]:
     Raises:
         MeasurementError: fewer than two contrasts.
     """
-    pairs = [pair for pair in layer_pairs(runs, MICROBATCH) if pair.fewer.tp > 1]
-    return _fit(pairs, "collective", (0.1, 10.0), Pair.layer)
+    return _fit(layer_pairs(runs, MICROBATCH), "gap", (0.0, 200 * US), Pair.layer)
 
 
 def fit_unaligned(runs: Sequence[Run]) -> tuple[float, float]:
