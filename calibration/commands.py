@@ -377,14 +377,19 @@ def _show_cells(found: Validation) -> None:
 
 
 def _show_intervals(found: Validation) -> None:
-    """Shows how often runs are inside deciles, of others and stated, and how times scale."""
+    """Shows how often runs are inside deciles, of others and stated, and how times scale.
+
+    How far the share of a sample is known is in brackets.
+    """
     rows = []
     for name, score in sorted(found.runs.items()):
         result = score.result()
         scaling = result.get("scaling", {}).get("mean")
-        shown = (result["interval_coverage"], result.get("stated_coverage"), scaling)
-        if any(value is not None for value in shown):
-            rows.append([name, *map(_share, shown)])
+        stated, known = result.get("stated_coverage"), result.get("stated_range")
+        others = result["interval_coverage"]
+        if any(value is not None for value in (others, stated, scaling)):
+            more = f" ({known[0]:.0%} to {known[1]:.0%})" if known else ""
+            rows.append([name, _share(others), _share(stated) + more, _share(scaling)])
     columns = ["runs", "inside p10-p90 of others", "inside p10-p90 stated", "scaling, mean error"]
     show_table(columns, rows, right={1, 2, 3})
 

@@ -13,12 +13,11 @@ from calibration.published import megatron_ci, other_sources
 from calibration.published.described import Described, NotExpressible
 from calibration.published.fields import filled
 from calibration.published.models import FamilySize, GPTSize
-from calibration.published.node_clusters import THROUGH_HOST, node_cluster
+from calibration.published.node_clusters import node_cluster
 from calibration.published.plans import Layout, block_schedule, stage_ops
 from calibration.published.prediction import known_cluster
 from calibration.published.reading import describe_run
 from calibration.published.rows import Run, read_runs
-from calibration.published.scaling import references, scaling_errors
 from calibration.published.score import RunScore, interval_coverage
 from calibration.published.sustained import MOST, with_power_limit
 from calibration.published.tensor_float import with_tf32
@@ -83,7 +82,8 @@ def graph() -> OpGraph:
 def test_the_rows_of_a_source_are_covered_as_far_as_is_claimed(rows: list[Run]) -> None:
     found: dict[str, list[bool]] = {}
     for run in rows:
-        found.setdefault(run.key, []).append(is_expressible(run))
+        if run.key in FLOORS:
+            found.setdefault(run.key, []).append(is_expressible(run))
     shares = {key: float(np.mean(found[key])) for key in FLOORS}
     assert {key: share for key, share in shares.items() if share < FLOORS[key]} == {}
 
@@ -132,36 +132,11 @@ def test_a_model_is_captured_with_a_gradient_for_every_parameter(factory: str, s
     assert int(graph.elements[graph.op_class == OpClass.UPDATE].sum()) == wanted
 
 
-def test_the_slowest_of_more_workers_is_slower() -> None:
-    assert other_sources.largest_of(1) == pytest.approx(0.0, abs=1e-6)
-    assert other_sources.largest_of(2) == pytest.approx(np.pi**-0.5, abs=1e-4)
-    assert other_sources.largest_of(8) > other_sources.largest_of(4)
-
-
-def test_gpus_without_a_direct_path_send_through_their_node() -> None:
-    run = changed(
-        source="stanford-futuredata/gavel", gpu="K80", num_gpus=2, placement="consolidated"
-    )
-    cluster = node_cluster(run)
-    assert cluster is not None
-    assert {(link.kind, link.bandwidth) for link in cluster.links} == {("", THROUGH_HOST / 2)}
-
-
 def test_gpus_are_on_the_nodes_that_the_row_says() -> None:
     cluster = node_cluster(RUN)
     assert cluster is not None
     assert [device.node for device in cluster.devices] == ["node0"] + ["node1"] * 4
     assert {device.kind for device in cluster.devices} == {"T4-16GB"}
-
-
-def test_spread_workers_have_a_node_each() -> None:
-    run = changed(
-        source="stanford-futuredata/gavel", gpu="P100", num_gpus=4,
-        placement="unconsolidated (workers spread over several servers)",
-    )  # fmt: skip
-    cluster = node_cluster(run)
-    assert cluster is not None
-    assert len({device.node for device in cluster.devices}) == 4
 
 
 def test_the_stages_of_a_mixed_plan_get_the_kinds_that_it_lists() -> None:
@@ -201,7 +176,7 @@ def test_fsdp_runs_its_blocks_forth_and_back_for_each_microbatch() -> None:
     assert Layout(blocks=3).schedule_name == "custom"
 
 
-def test_tf32_products_take_twice_what_those_of_16_bits_do(graph: OpGraph) -> None:
+def test_tf32_is_faster_than_fp32_and_of_products_only(graph: OpGraph) -> None:
     job = Job(batch=512)
     cost = cost_table(graph, job, ("A100-SXM4-80GB",), (512,))
     fast = with_tf32(cost, graph, job, (512,))
@@ -251,21 +226,6 @@ def test_chunks_are_stated_themselves_or_by_their_layers(
 ) -> None:
     run = changed(layers=12, pp=4, vpp=vpp, notes=notes)
     assert megatron_ci.chunks(run, megatron_ci.arguments(run)) == expected
-
-
-def test_a_run_is_held_against_the_fewest_gpus_with_as_many_samples_each() -> None:
-    runs = [
-        changed(num_gpus=1, global_batch=32, seconds=0.1),
-        changed(num_gpus=1, global_batch=64, micro_batch=64, seconds=0.2),
-        changed(num_gpus=4, global_batch=128, seconds=0.15),
-        changed(num_gpus=2, global_batch=32, micro_batch=16, seconds=0.1),
-    ]
-    assert references(runs) == {2: [0], 3: [0, 1]}
-    right = scaling_errors(runs, [run.seconds * 3 for run in runs])
-    assert right["cases"] == 2
-    assert right["mean"] == pytest.approx(0.0, abs=1e-12)
-    assert scaling_errors(runs, [0.1, 0.2, 0.3, 0.1])["mean"] == pytest.approx(0.5)
-    assert scaling_errors(runs[:1], [0.1])["mean"] is None
 
 
 def test_intervals_are_those_of_other_models_of_the_source() -> None:

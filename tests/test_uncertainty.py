@@ -4,16 +4,19 @@ import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from simcore.cli import main
 from simcore.cluster import Cluster
+from simcore.cost import cost_table
 from simcore.errors import UsageError
 from simcore.graph import OpGraph
 from simcore.graph_file import write_graph
 from simcore.job import Job
 from simcore.models.megatron import MegatronShape, sized
+from simcore.op_curves import CostSource
 from simcore.plan import Plan
 from simcore.simulation import simulate
 from simcore.uncertainty import (
@@ -22,6 +25,7 @@ from simcore.uncertainty import (
     Spread,
     communication_share,
     draw_scales,
+    op_errors,
     sampled,
     total_error,
 )
@@ -123,6 +127,21 @@ def test_the_error_of_a_sum_is_that_of_its_draws(graph: OpGraph) -> None:
     assert total_error(0 * seconds, error, graph.op_class, graph.signature, 0.3) == 0.0
 
 
+def test_what_a_curve_says_of_another_program_is_less_certain_than_what_was_measured_in_it(
+    graph: OpGraph,
+) -> None:
+    cost = cost_table(graph, JOB, ("P100-PCIe-16GB",), (None,))
+    known = dataclasses.replace(EXACT, transfer=0.0)
+    np.testing.assert_allclose(op_errors(cost, known), cost.relative_error)
+    more = op_errors(cost, dataclasses.replace(EXACT, transfer=0.3))
+    modelled = np.isin(cost.source, (CostSource.CURVE, CostSource.ROOFLINE))
+    assert modelled.any()
+    assert (more[modelled] >= np.expm1(0.3)).all()
+    assert (more[modelled] > cost.relative_error[modelled]).all()
+    fixed = dataclasses.replace(cost, source=np.full_like(cost.source, CostSource.FIXED))
+    np.testing.assert_allclose(op_errors(fixed, EXACT), cost.relative_error)
+
+
 def test_no_error_is_no_draw(graph: OpGraph) -> None:
     none = np.zeros((graph.num_ops, 2))
     assert (draw_scales(graph, none, Spread(), np.random.default_rng(0)) == 1.0).all()
@@ -145,3 +164,19 @@ def test_the_command_says_the_deciles(
     interval = record["interval_s"]
     assert interval["samples"] == 10
     assert interval["p10"] < interval["p50"] < interval["p90"]
+
+
+def test_too_few_draws_and_code_of_a_plan_are_refused_before_anything_is_captured(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    named = msgspec.structs.replace(plan.graph, source="somewhere:factory")
+    msgspec.structs.replace(plan, graph=named).save(out)
+    for more, said in (
+        (["--graph", "bert-base", "--samples", "9"], "at least 10 samples, not 9"),
+        (["--cluster", "4xP100-PCIe"], "somewhere:factory, which is not run"),
+    ):
+        assert main(["simulate", str(out), *more]) == 2
+        printed = capsys.readouterr().err
+        assert said in printed
+        assert "capturing" not in printed

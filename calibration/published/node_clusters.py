@@ -32,7 +32,7 @@ class NodeKind(NamedTuple):
     per_node: int = 8
     bridge: str = ""  # kind of the links between the two GPUs of a replica of two
     inside: float = 0.0  # of a GPU to the switch, bytes/s; 0 = what its kind of link carries
-    is_meshed: bool = False  # whether each pair of nodes has a path of its own, of a port's size
+    pair: float = 0.0  # most that one node sends to another, bytes/s; 0 = as much as the port
 
 
 class Place(NamedTuple):
@@ -46,12 +46,11 @@ class Place(NamedTuple):
 # Without a direct path between GPUs, what they send passes through their node's memory: 4.5 GB/s a
 # GPU, as Gavel's rows of ResNet-18 on one server of P100 or K80 say; two K80 share a slot.
 THROUGH_HOST = 4.5 * GB
-# Nodes of Amazon's g4dn.12xlarge have four T4; a TCP stream between two of them carries at most 5
-# Gb/s (AWS, "Amazon EC2 instance network bandwidth": outside a placement group). Paths are between
-# pairs of nodes, as a ring both ways uses two. 0.305 GB/s is what Pollux's rows of BERT on several
-# nodes say; its other three models have no part in it.
+# Nodes of Amazon's g4dn.12xlarge have four T4. What TCP carries out of one of them, and between two
+# of them, are residual factors of Pollux: fitted on its rows of BERT on three or four nodes and on
+# two; its other three models have no part in them.
 _G4DN = NodeKind(
-    "T4-16GB", "PCIe3x16", port=0.305 * GB, per_node=4, inside=THROUGH_HOST, is_meshed=True
+    "T4-16GB", "PCIe3x16", port=0.59 * GB, per_node=4, inside=THROUGH_HOST, pair=0.365 * GB
 )
 # Gavel's V100 are Amazon p3 instances, its K80 p2's, its P100 Google's: 10 Gb/s a node.
 _P3 = NodeKind("V100-SXM2-16GB", "PCIe3x16", port=1.25 * GB)
@@ -142,29 +141,27 @@ def _cluster(places: tuple[Place, ...]) -> Cluster:
         bridged[place.pair] = name
     kinds = {place.node: place.kind for place in places}
     switches = [f"node{number}.switch" for number in range(len(nodes))]
-    between = _between(switches, [kinds[node] for node in nodes])
-    links += between
-    if any(link.b == NETWORK for link in between):
-        switches.append(NETWORK)
+    names, between = _between(switches, [kinds[node] for node in nodes])
     return Cluster(
         name=f"{len(places)} GPUs on {len(nodes)} nodes",
         devices=tuple(devices),
-        switches=tuple(switches),
-        links=tuple(links),
+        switches=(*switches, *names),
+        links=(*links, *between),
     )
 
 
-def _between(switches: Sequence[str], kinds: Sequence[NodeKind]) -> list[Link]:
-    """Returns the links between nodes."""
+def _between(switches: Sequence[str], kinds: Sequence[NodeKind]) -> tuple[list[str], list[Link]]:
+    """Returns the switches and links between nodes: one network, or a path for each pair."""
     if len(switches) == 1:
-        return []
-    if kinds[0].is_meshed:
-        return [
-            Link(a, b, "", kinds[0].port, kinds[0].latency)
-            for a, b in itertools.combinations(switches, 2)
-        ]
-    pairs = zip(switches, kinds, strict=True)
-    return [Link(switch, NETWORK, "", kind.port, kind.latency) for switch, kind in pairs]
+        return [], []
+    pairs = list(zip(switches, kinds, strict=True))
+    if not kinds[0].pair:
+        ports = [Link(switch, NETWORK, "", kind.port, kind.latency) for switch, kind in pairs]
+        return [NETWORK], ports
+    names = [f"{switch}.port" for switch in switches]
+    ports = [Link(a, b, "", kind.port, 0.0) for (a, kind), b in zip(pairs, names, strict=True)]
+    paths = itertools.combinations(names, 2)
+    return names, ports + [Link(a, b, "", kinds[0].pair, kinds[0].latency) for a, b in paths]
 
 
 def _to_switch(name: str, switch: str, kind: NodeKind) -> Link:

@@ -39,6 +39,9 @@ _RINGS = ("petuum/adaptdl",)  # sources whose rows with as many GPUs on each nod
 # are made inside nodes first
 UNEVEN = 0.13  # standard deviation / mean of the time of a batch of sentences, each as long as its
 # longest one: workers wait for each other. A residual factor of Gavel's Transformer, fitted on K80.
+# Each further GPU of a node adds this to a step of Pollux's YOLOv3, s: a residual factor, fitted on
+# its rows on one node. The cause is taken to be the host: eight processes a GPU load its images.
+CROWDED = 0.052
 MOST_BLOCKS = 16  # parts that FSDP's units are put together to; more change nothing measurable
 
 
@@ -48,6 +51,7 @@ class _Model(NamedTuple):
     size: FamilySize
     optimizer: Optimizer
     uneven: float = 0.0  # standard deviation / mean of the time of a worker's batches
+    crowded: float = 0.0  # s of a step for each further GPU of a node
 
 
 _MODELS = {
@@ -57,7 +61,7 @@ _MODELS = {
     ),
     ("petuum/adaptdl", "ncf"): _Model(FamilySize(factory="neumf:neumf", length=1), "adam"),
     ("petuum/adaptdl", "yolov3"): _Model(
-        FamilySize(factory="yolo:yolov3_voc", length=416), "momentum"
+        FamilySize(factory="yolo:yolov3_voc", length=416), "momentum", crowded=CROWDED
     ),
     ("stanford-futuredata/gavel", "ResNet-18"): _Model(
         FamilySize(factory="resnet_cifar:resnet_18", length=32), "momentum"
@@ -118,7 +122,13 @@ def read_data_parallel(run: Run) -> Described | NotExpressible:
         algorithm="ring" if run.source in _RINGS else "auto",
     )
     waiting = 1 + model.uneven * largest_of(run.num_gpus)
-    return Described(model.size, job, layout, waits=False, waiting=waiting)
+    idle = model.crowded * (_of_one_node(run) - 1)
+    return Described(model.size, job, layout, waits=False, waiting=waiting, idle=idle)
+
+
+def _of_one_node(run: Run) -> int:
+    """Returns the GPUs of the node that has most of them, 1 where the row does not say."""
+    return max([1, *map(int, re.findall(r"\d+", run.placement))])
 
 
 def largest_of(count: int) -> float:

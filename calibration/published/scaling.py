@@ -5,11 +5,13 @@ but most of it is the same on one GPU and on many. A run is held against the run
 and kind of GPU on the fewest GPUs, those with as many samples a GPU where there are any. Those runs
 themselves are references, and no cases.
 
-`known_reference` gives the simulator what such a run took: ops take as many times longer as make
-the prediction of the reference right, and only what the additional GPUs do is predicted.
+`known_factors` gives the simulator what such a run took: ops take as many times longer as make
+the prediction of the reference right, and only what the additional GPUs do is predicted
+(`known_reference`), and held against what the program states beforehand (`stated_scaling`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,17 @@ import numpy as np
 from calibration.published.described import NotExpressible
 from calibration.published.prediction import published_run
 from calibration.published.rows import Run
+from calibration.published.spread import (
+    DECILE,
+    SAMPLE,
+    SLOWER,
+    Parts,
+    device_share,
+    share_inside,
+)
 from calibration.splits import errors
 from simcore.errors import MeasurementError
+from simcore.uncertainty import Spread
 
 SOURCES = ("petuum/adaptdl", "stanford-futuredata/gavel", "kakaobrain/torchgpipe")
 LEAST, MOST = 0.05, 50.0  # times as long that an op may take
@@ -60,21 +71,56 @@ def scaling_errors(runs: Sequence[Run], predicted: Sequence[float]) -> dict[str,
     return {key: value if was or key == "cases" else None for key, value in found.items()}
 
 
-def known_reference(runs: Sequence[Run]) -> list[float]:
-    """Returns the predictions of runs, s, whose references are known.
+def known_factors(runs: Sequence[Run]) -> list[float]:
+    """Returns how many times as long ops take in each run, as its references say.
 
     Args:
         runs: of one source, all expressible.
     """
     pairs = references(runs)
-    known: dict[int, float] = {}  # reference -> times as long that its ops take
+    known: dict[int, float] = {}  # reference -> its own
     for first in sorted({place for each in pairs.values() for place in each}):
         known[first] = _slower(runs[first])
-    found = []
-    for place, run in enumerate(runs):
-        slower = [known.get(each, 1.0) for each in pairs.get(place, [place])]
-        found.append(_seconds(run, float(np.mean(slower))))
-    return found
+    return [
+        float(np.mean([known.get(each, 1.0) for each in pairs.get(place, [place])]))
+        for place in range(len(runs))
+    ]
+
+
+def known_reference(runs: Sequence[Run], factors: Sequence[float]) -> list[float]:
+    """Returns the predictions of runs, s, whose ops take so many times as long."""
+    return [_seconds(run, factor) for run, factor in zip(runs, factors, strict=True)]
+
+
+def stated_scaling(
+    runs: Sequence[Run],
+    factors: Sequence[float],
+    predicted: Sequence[float],
+    spread: Spread | None = None,
+) -> dict[str, Any]:
+    """Returns how many relative times are inside the deciles that the program states for them.
+
+    What ops take is known from the reference, so that links and the state of the machine are what
+    is left; the state is drawn twice, as the reference was a run of its own.
+
+    Args:
+        runs: of one source; a sample of those with a reference is looked at.
+        factors: as `known_factors` returns them.
+        predicted: as `known_reference` returns them, s.
+        spread: of the errors; None = the program's.
+    """
+    chosen = spread or Spread()
+    twice = replace(chosen, machine=float(np.sqrt(2)) * chosen.machine)
+    pairs = references(runs)
+    inside = []
+    for place in sorted(pairs)[:: -(-len(pairs) // SAMPLE) or 1]:
+        run, first = runs[place], pairs[place]
+        said = predicted[place] / np.mean([predicted[each] for each in first])
+        was = run.seconds / np.mean([runs[each].seconds for each in first])
+        slow = _seconds(run, factors[place] * SLOWER)
+        parts = Parts(device_share(slow, predicted[place]), 0.0)
+        inside.append(bool(abs(np.log(was / said)) <= DECILE * parts.log_error(twice)))
+    return share_inside(inside)
 
 
 def _slower(run: Run) -> float:

@@ -23,7 +23,13 @@ from scipy.stats import spearmanr
 from calibration.published.described import NotExpressible
 from calibration.published.prediction import Prediction, published_run
 from calibration.published.rows import FOLDER, Run, read_runs
-from calibration.published.scaling import SOURCES, known_reference, scaling_errors
+from calibration.published.scaling import (
+    SOURCES,
+    known_factors,
+    known_reference,
+    scaling_errors,
+    stated_scaling,
+)
 from calibration.published.spread import stated_coverage
 from calibration.regression_baseline import baseline_seconds
 from calibration.splits import errors
@@ -42,7 +48,7 @@ class RunScore:
         predicted: s, one a run.
         missing: reason -> runs that could not.
         scaling: errors of time relative to the fewest GPUs, of sources that only scale.
-        stated: how many runs are inside the deciles that are stated for them.
+        stated: how many runs, or relative times, are inside the deciles that are stated for them.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -159,9 +165,9 @@ def score_each(
             score.predicted.append(said.seconds)
     for score in found.values():
         if score.runs and score.runs[0].source in SOURCES:
-            score.scaling = _scaling(score)
+            _score_scaling(score)
         elif score.runs:
-            score.stated = stated_coverage(score.runs)
+            score.stated = stated_coverage(score.runs, score.predicted)
     return found
 
 
@@ -173,9 +179,12 @@ def _said(run: Run) -> Prediction | NotExpressible:
         return NotExpressible(f"refused: {error}")
 
 
-def _scaling(score: RunScore) -> dict[str, Any]:
-    """Returns errors of relative times: from the profiles alone, and with the references known."""
-    return {
+def _score_scaling(score: RunScore) -> None:
+    """Scores relative times: from the profiles alone, and with the references known."""
+    factors = known_factors(score.runs)
+    known = known_reference(score.runs, factors)
+    score.scaling = {
         "scaling_unknown": scaling_errors(score.runs, score.predicted),
-        "scaling": scaling_errors(score.runs, known_reference(score.runs)),
+        "scaling": scaling_errors(score.runs, known),
     }
+    score.stated = stated_scaling(score.runs, factors, known)
