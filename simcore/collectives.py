@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.cluster import Cluster, Link
-from simcore.curves import Curve, CurveKey, CurveTable, shipped_curves
+from simcore.curves import Curve, CurveKey, as_table, shipped_curves
 from simcore.errors import PlanError
 from simcore.profile import suggestion
 from simcore.profile_store import link_kinds
@@ -127,7 +127,7 @@ def make_collective(
     names = _usable(kind, algorithm, cluster, group)
     if len(group) < 2 or num_bytes == 0:
         return _nothing(kind, names[0], group, num_bytes)
-    given = shipped_curves() if curves is None else CurveTable(curves)
+    given = shipped_curves() if curves is None else as_table(curves)
     label = topology(cluster, group) if given else ""
     known = {name: given.find(CurveKey(kind, name, len(group), label)) for name in (*names, AUTO)}
     options = [_closed_form(kind, name, num_bytes, cluster, group) for name in names]

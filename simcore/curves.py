@@ -219,10 +219,15 @@ def load_curves(folder: Path) -> dict[CurveKey, Curve]:
 
 
 class CurveTable(dict[CurveKey, Curve]):
-    """Curves by what they hold for."""
+    """Curves by what they hold for.
+
+    Attributes:
+        identity: another one for every table, for caches of what is made of its curves.
+    """
 
     def __init__(self, curves: Mapping[CurveKey, Curve]) -> None:
         super().__init__(curves)
+        self.identity = object()
         self._found: dict[CurveKey, Curve | None] = {}
         self._sizes: dict[CurveKey, list[int]] = {}
         for key in sorted(curves):
@@ -268,6 +273,11 @@ def between(curves: Mapping[int, Curve], num_members: int) -> Curve:
     ]
     seconds = np.exp((1 - weight) * logs[0] + weight * logs[1])
     return Curve(sizes, np.maximum.accumulate(seconds))
+
+
+def as_table(curves: Mapping[CurveKey, Curve]) -> CurveTable:
+    """Returns curves as a table; a table is not copied."""
+    return curves if isinstance(curves, CurveTable) else CurveTable(curves)
 
 
 def shipped_curves() -> CurveTable:

@@ -37,7 +37,10 @@ class Machine:
 
 
 _A100 = Machine(kind="A100-SXM4-80GB", link="NVLink3-NVSwitch")
-_MACHINES = {  # (source, GPU as its rows name it)
+_MACHINES = {  # (source, or source and part, GPU as its rows name it)
+    ("VIA-Research/vTrain/single", "A100"): Machine(
+        kind="A100-SXM4-40GB", link="NVLink3-NVSwitch", curves="vtrain", port=12.5 * GB
+    ),  # its memory is not stated: see `calibration.published.assumptions`
     ("VIA-Research/vTrain", "A100"): Machine(
         kind="A100-SXM4-80GB", link="NVLink3-NVSwitch", curves="vtrain", port=12.5 * GB
     ),  # 800 Gb/s a node
@@ -79,6 +82,21 @@ _MACHINES = {  # (source, GPU as its rows name it)
     ("NVIDIA/Megatron-LM", "GB200"): Machine(
         kind="GB200-186GB", link="NVLink5-NVSwitch", per_node=4, port=50 * GB
     ),
+    ("pytorch/torchtitan", "H100 96GB HBM2e 500W"): Machine(
+        kind="H100-SXM5-80GB", link="NVLink4-NVSwitch", port=50 * GB
+    ),  # its memory has 2.4 TB/s and it 500 W, the profile 3.35 TB/s and 700 W
+    ("NVIDIA/DeepLearningExamples", "V100-16GB"): Machine(
+        kind="V100-SXM2-16GB", link="NVLink2-NVSwitch", bandwidth=135 * GB, port=6.25 * GB
+    ),  # DGX-1: rings use all six links of 25 GB/s; four InfiniBand ports of 100 Gb/s a node
+    ("NVIDIA/DeepLearningExamples", "V100-32GB"): Machine(
+        kind="V100-SXM2-32GB", link="NVLink2-NVSwitch", bandwidth=135 * GB, port=6.25 * GB
+    ),  # DGX-1, DGX-2 and DGX-2H, whose V100 has 450 W, its profile 300 W
+    ("NVIDIA/DeepLearningExamples", "A100-40GB"): Machine(
+        kind="A100-SXM4-40GB", link="NVLink3-NVSwitch", port=25 * GB
+    ),  # DGX A100: eight InfiniBand ports of 200 Gb/s a node
+    ("NVIDIA/DeepLearningExamples", "A100-80GB"): Machine(
+        kind="A100-SXM4-80GB", link="NVLink3-NVSwitch", port=25 * GB
+    ),
 }  # fmt: skip
 _ONE_GPU = {  # NeuSight's rows of one GPU
     "AMD Instinct MI100": "MI100-32GB",
@@ -94,7 +112,8 @@ def machine_of(run: Run) -> Machine | None:
     """Returns the machine of a run, None = unknown."""
     if run.num_gpus == 1 and run.gpu in _ONE_GPU:
         return Machine(kind=_ONE_GPU[run.gpu], link="PCIe4x16")
-    return _MACHINES.get((run.source, run.gpu.removeprefix(f"{run.num_gpus}x")))
+    gpu = run.gpu.removeprefix(f"{run.num_gpus}x")
+    return _MACHINES.get((f"{run.source}/{run.part}", gpu), _MACHINES.get((run.source, gpu)))
 
 
 def cluster_of(run: Run, machine: Machine) -> Cluster:

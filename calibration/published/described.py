@@ -30,8 +30,9 @@ class Described(NamedTuple):
         products: ``tf32``: fp32 products run on TF32 tensor cores; ``sustained``: 16-bit products
             as fast as the GPU's power limit lets it keep up.
         idle: s of a step in which the machine does nothing for it.
-        splits: each tensor-parallel device sends its part of a message between stages only, as in
-            DeepSpeed's pipeline.
+        loading: s that the host needs to load the samples of a step, beside everything else.
+        splits: each tensor-parallel device sends its part of a message between stages only, and
+            both sides stop for it, as in DeepSpeed's pipeline.
         kernels: that its framework has.
         waiting: times as long that devices take, as they wait for the one with most to do.
     """
@@ -44,6 +45,7 @@ class Described(NamedTuple):
     floor: float | None = None
     products: Products = "as measured"
     idle: float = 0.0
+    loading: float = 0.0
     splits: bool = False
     kernels: Kernels = TORCH
     waiting: float = 1.0

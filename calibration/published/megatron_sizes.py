@@ -1,6 +1,8 @@
 """What rows of Megatron's family have in common: sizes, job and layout."""
 
 import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from calibration.published.models import GPTSize
 from calibration.published.plans import Layout
@@ -8,9 +10,38 @@ from calibration.published.rows import Run
 from simcore.job import Job, Precision
 from simcore.recompute import Recompute
 
+if TYPE_CHECKING:
+    from simcore.models.inputs import Built
+
 GPT2_VOCABULARY = 50_257
 MEGATRON_MULTIPLE = 128  # the vocabulary is padded to so many times the tensor-parallel size
 CLIP_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySize(GPTSize):
+    """Sizes of a GPT with rotary positions, see `simcore.models.megatron_rotary`."""
+
+    in_one: bool = True  # whether a turn is one kernel
+    file: str = "megatron_rotary"
+
+    def build(self) -> "Built":
+        """Returns the model on the meta device."""
+        from simcore.models import megatron, megatron_rotary  # noqa: PLC0415 - imports torch
+
+        return megatron_rotary.rotary(
+            megatron.MegatronShape(**shape_fields(self)), in_one=self.in_one
+        )
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return f"rotary-{self.layers}x{self.width}"
+
+
+def shape_fields(size: GPTSize) -> dict[str, Any]:
+    """Returns what the shape of Megatron's GPT is made of."""
+    return {name: getattr(size, name) for name in GPTSize.__slots__ if name != "file"}
 
 
 def gpt_size(run: Run, vocabulary: int = GPT2_VOCABULARY, dropout: float = 0.1) -> GPTSize:

@@ -22,7 +22,7 @@ from calibration.published.rows import Run
 from simcore.cost import CostTable
 from simcore.graph import OpGraph
 
-_PLAIN = (".router.sinkhorn.", ".router.order.")  # modules whose ops are plain
+_PLAIN = (".router.sinkhorn.", ".router.order.", ".turn.plain.")  # modules whose ops are plain
 
 
 class _Stated(NamedTuple):
@@ -98,7 +98,8 @@ def with_plain_ops(cost: CostTable, plain: CostTable, graph: OpGraph) -> CostTab
         graph: what one device does.
     """
     named = np.array([any(part in name for part in _PLAIN) for name in graph.op_names])
-    return replace(cost, seconds=np.where(named[:, None, None], plain.seconds, cost.seconds))
+    launched = np.maximum(plain.seconds, plain.launch[:, :, None])
+    return replace(cost, seconds=np.where(named[:, None, None], launched, cost.seconds))
 
 
 def _test(run: Run) -> _Stated | None:

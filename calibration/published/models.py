@@ -9,7 +9,7 @@ import hashlib
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import simcore
 from simcore.errors import GraphError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 GRAPHS = "graphs"
 _EXAMPLE_BATCH = 4  # samples; a graph holds for all
+EagerFamily = Literal["gpt2", "opt", "bert-words", "bert-classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,26 @@ class MixtureSize(GPTSize):
     def name(self) -> str:
         """Of its graph."""
         return f"moe-{self.layers}x{self.width}-{self.local}of{self.count}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerSize(GPTSize):
+    """Sizes of a model of `simcore.models.eager_transformers`."""
+
+    family: EagerFamily
+    file: str = "eager_transformers"
+
+    def build(self) -> "Built":
+        """Returns the model on the meta device."""
+        from simcore.models import eager_transformers, megatron  # noqa: PLC0415 - imports torch
+
+        fields = {name: getattr(self, name) for name in GPTSize.__slots__ if name != "file"}
+        return eager_transformers.sized(megatron.MegatronShape(**fields), self.family)
+
+    @property
+    def name(self) -> str:
+        """Of its graph."""
+        return f"{self.family}-{self.layers}x{self.width}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

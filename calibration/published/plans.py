@@ -18,13 +18,20 @@ from simcore.shards import linkage_of
 from simcore.signature import Phase
 
 AFTER_THE_BACKWARD = Buckets(num_bytes=0, as_views=True)
-_SPLIT = (  # linkage groups of `simcore.models.megatron` that tensor parallelism splits
+_SPLIT = (  # linkage groups that tensor parallelism splits: of Megatron's models, Llama and OPT
     "query_key_value.weight:0",
     "dense_h_to_4h.weight:0",
     "word_embeddings.weight:0",
+    "attention.query.weight:0",
+    "mlp.gate.weight:0",
+    "head.weight:0",
+    "q_proj.weight:0",
+    "fc1.weight:0",
+    "embedding.words.weight:0",
 )
 _LAYER = re.compile(r"layers\.(?:part)?(\d+)(?:\.|$)")
-_POSITION = "embedding.arange:0:0"  # what sequence parallelism splits beside
+_POSITIONS = ("embedding.arange:0:0", "input.input_ids:0:1")  # what sequence parallelism splits
+# beside; the first that a graph has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,8 @@ class Layout:
         chunks: stages of a rank.
         microbatch: samples of a microbatch, of one copy.
         sequence: whether what lies between the split layers is split by position.
-        recompute: of all stages.
+        recompute: of all stages, or of every so many.
+        recompute_every: stages of which one runs again.
         spares: whether the microbatch that is last forward and first backward runs nothing again,
             as in torchgpipe; in our schedules it is microbatch 0 that is first backward.
         optimizer_sharding: ZeRO's stage.
@@ -61,6 +69,7 @@ class Layout:
     microbatch: int = 1
     sequence: bool = False
     recompute: Recompute = "none"
+    recompute_every: int = 1
     spares: bool = False
     optimizer_sharding: int = 0
     schedule: str = ""
@@ -107,7 +116,7 @@ def plan_of(graph: OpGraph, cluster: Cluster, job: Job, layout: Layout) -> Plan:
     names = cluster.device_names
     ops = stage_ops(graph, layout.num_stages, layout.stage_layers)
     per_rank, mesh = layout.per_rank, layout.mesh
-    splits = {"cp": (_POSITION,), "tp": split_groups(graph, sequence=layout.sequence)}
+    splits = {"cp": positions_of(graph), "tp": split_groups(graph, sequence=layout.sequence)}
     sharding = {axis: splits[axis] for axis in mesh if axis in splits}
     stages = tuple(
         Stage(
@@ -116,7 +125,7 @@ def plan_of(graph: OpGraph, cluster: Cluster, job: Job, layout: Layout) -> Plan:
             ops=tuple(mine) if len(ops) > 1 else (),
             mesh=mesh,
             sharding=sharding,
-            recompute=layout.recompute,
+            recompute="none" if number % layout.recompute_every else layout.recompute,
         )
         for number, mine in enumerate(ops)
     )
@@ -159,7 +168,13 @@ def split_groups(graph: OpGraph, *, sequence: bool) -> tuple[str, ...]:
     """Returns the names of the linkage groups that tensor parallelism splits."""
     names = [group.name for group in linkage_of(graph).groups]
     split = [name for name in names if name.endswith(_SPLIT)]
-    return (*split, _POSITION) if sequence else tuple(split)
+    return (*split, *positions_of(graph)) if sequence else tuple(split)
+
+
+def positions_of(graph: OpGraph) -> tuple[str, ...]:
+    """Returns the name of the linkage group of positions, as the only one."""
+    names = {group.name for group in linkage_of(graph).groups}
+    return next(((name,) for name in _POSITIONS if name in names), _POSITIONS[:1])
 
 
 def stage_ops(graph: OpGraph, count: int, sizes: Sequence[int] = ()) -> Sequence[Sequence[str]]:

@@ -2,18 +2,21 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from calibration.published.assumptions import FITTED, HOST_FLOOR, Factors
+from calibration.published.assumptions import FITTED, HOST_FLOOR, SENDING, Factors
+from calibration.published.blocking import with_stops
+from calibration.published.cause_compiler import with_compiler
 from calibration.published.cause_host import Host, with_host
 from calibration.published.cause_kernels import Kernels, kernel_counts, with_kernels
 from calibration.published.cause_overlap import with_overlap
 from calibration.published.clusters import cluster_of, machine_of
 from calibration.published.described import Described, NotExpressible, Products, Timed
-from calibration.published.messages import with_messages
+from calibration.published.messages import with_messages, with_sending
 from calibration.published.mixtures import with_plain_ops
 from calibration.published.models import GPTSize, ModelSize, graph_of
 from calibration.published.node_clusters import node_cluster
@@ -40,7 +43,7 @@ from simcore.shards import one_device, with_collectives
 from simcore.signature import Phase
 from simcore.stages import StageTables
 
-_WIDE_PASSES = 5 / 3  # adding 16 bits to 32 moves 10 bytes, to 16 bits 6
+_WIDE_PASSES = 3  # 16 bits are cast (6 bytes), then added to 32 (12); added to 16 bits: 6 bytes
 _WIDE_BYTES = 4  # an all-reduce of 32 bits against a reduce-scatter of 16
 _FIRST_BACKWARD = re.compile(r"(\d+)B0\b")  # name of a stage's task
 MODULES = ("embedding.", "layers.", "final_layernorm.", "head.")  # of the model, without its loss
@@ -121,7 +124,8 @@ class Step:
             cost=cost,
             collectives=program.collectives,
         )
-        return run_placement(problem, program.placement).step_time + self.described.idle
+        step = run_placement(problem, program.placement).step_time + self.described.idle
+        return max(step, self.described.loading)
 
     def pipeline(self) -> Pipeline:
         """Returns the pipeline of the run; the tables of its stages are built once.
@@ -152,17 +156,28 @@ class Step:
                 base.schedule.name, layout.pp, count, stages_per_rank=layout.chunks
             )
         mesh = Mesh.of(layout.mesh)
-        tables = (self._first_table(base.tables[0]), *base.tables[1:])
-        if described.waits and not described.kernels.runs_ahead:
-            tables = with_messages(tables, self.floor)
         return replace(
             base,
             schedule=schedule,
             devices=tuple(devices),
             meshes=(mesh,) * layout.pp,
             microbatch=layout.dp * layout.microbatch,
-            tables=tables,
+            tables=self._with_messages(base.tables, devices),
         )
+
+    def _with_messages(
+        self, tables: Sequence[StageTables], devices: Sequence[Sequence[int]]
+    ) -> tuple[StageTables, ...]:
+        """Returns tables in which stages have what messages cost them beside the way."""
+        described = self.described
+        found = (self._first_table(tables[0]), *tables[1:])
+        if described.waits and not described.kernels.runs_ahead:
+            found = with_messages(found, self.floor)
+        if described.kernels.traced:
+            return with_sending(found, SENDING)
+        if described.kernels.blocks or described.splits:
+            return with_stops(found, self.cluster, devices)
+        return found
 
     def _spared(self, program: Program) -> CostTable:
         """Returns the costs of a program's tasks, the first backwards running nothing again."""
@@ -208,6 +223,8 @@ def _built(case: _Case, cluster: Cluster) -> Pipeline:
         cost = with_tf32(cost, device.graph, case.job, (batch,))
     elif case.products == "sustained":
         cost = with_power_limit(cost, device.graph, (batch,))
+    if case.kernels.compiled:
+        cost = with_compiler(cost, device.graph, (batch,))
     cost = with_kernels(
         cost,
         device.graph,
@@ -230,7 +247,7 @@ def _built(case: _Case, cluster: Cluster) -> Pipeline:
 
 def _summed(pipeline: Pipeline, kernels: Kernels) -> Pipeline:
     """Returns a pipeline that adds and sums gradients as its framework does."""
-    if not (kernels.overlaps or kernels.wide):
+    if not (kernels.overlaps or kernels.wide or kernels.traced):
         return pipeline
     passes = _WIDE_PASSES if kernels.wide else 0.0
     tables = tuple(replace(each, accumulate=each.accumulate * passes) for each in pipeline.tables)
@@ -245,11 +262,9 @@ def _summed(pipeline: Pipeline, kernels: Kernels) -> Pipeline:
 
 def _host(case: _Case) -> Host:
     """Returns what launches the ops."""
-    factors, kernels = case.factors, case.kernels
-    host = Host(factors.floor or 0.0, kernels.runs_ahead, kernels.blocks)
-    if not kernels.traced:
-        return host
-    return host._replace(gap=factors.gap, collective=factors.collective)
+    floor, kernels = case.factors.floor or 0.0, case.kernels
+    gap = case.factors.gap if kernels.traced else 0.0
+    return Host(floor, kernels.runs_ahead, kernels.blocks, kernels.traced, gap)
 
 
 def _attentions(case: _Case) -> int:

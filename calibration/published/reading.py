@@ -5,9 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
+from calibration.published.assumptions import Residual
 from calibration.published.cause_kernels import BLOOM, FIRST_MEGATRON, MEGATRON, MEGATRON_3, TRACED
+from calibration.published.deep_learning_examples import read_examples
 from calibration.published.described import Described, NotExpressible, Timed
 from calibration.published.fields import filled
+from calibration.published.megatron_bridge import read_bridge
 from calibration.published.megatron_ci import read_megatron_ci
 from calibration.published.megatron_sizes import (
     GPT2_VOCABULARY,
@@ -15,12 +18,20 @@ from calibration.published.megatron_sizes import (
     gpt_size,
     plain_layout,
 )
-from calibration.published.models import GPTSize
+from calibration.published.models import EagerFamily, EagerSize, GPTSize
 from calibration.published.other_sources import read_data_parallel, read_foundry, read_torchgpipe
 from calibration.published.plans import Layout
 from calibration.published.rows import Run
+from calibration.published.torchtitan import read_titan
+from simcore.units import US
 
 BLOOM_VOCABULARY = 250_880
+SAILOR_HOST = Residual(
+    "host seconds per op",
+    25.7 * US,
+    0.04,
+    "Sailor, four GH200, pp = 1, one sample at a time: one microbatch and 32",
+)
 
 
 def describe_run(run: Run) -> Described | NotExpressible:
@@ -82,6 +93,7 @@ def _vtrain(run: Run) -> Described:
     job = adam_job(run, "fp16")
     if run.part == "multi":
         return Described(gpt_size(run), job, plain_layout(run, "full"), kernels=MEGATRON)
+    job = job.replace(clip_norm=None, loss_scaling=False)
     words = GPT2_VOCABULARY // run.tp * run.tp  # not padded, as in the source's own model
     size = replace(gpt_size(run), vocabulary=words)
     return Described(size, job, plain_layout(run), kernels=TRACED)
@@ -114,15 +126,23 @@ def _korthikanti(run: Run) -> Described | NotExpressible:
 
 
 def _sailor(run: Run) -> Described | NotExpressible:
-    """Returns a run of Sailor: in fp32, as its own profiles of layers say.
+    """Returns a run of Sailor: Hugging Face's OPT, in fp32, as its own profiles of layers say.
 
-    OPT-30B takes an A100 what fp32 does, and a GH200 what TF32 does, in NVIDIA's container, as
-    there was no other PyTorch for its Arm hosts.
+    What they take forward and back is this model's to 3 to 13 % on six GPUs, those that have TF32
+    using it; Megatron's is 24 to 40 % faster (scores are cut off by a maximum here, whose backward
+    is several kernels). OPT-30B takes an A100 what fp32 does, and a GH200 what TF32 does, in
+    NVIDIA's container, as there was no other PyTorch for its Arm hosts. Its host's time for an op
+    is from the two runs that `SAILOR_HOST` names.
     """
+    size = EagerSize(
+        layers=run.layers, width=run.hidden, heads=run.heads, length=run.length,
+        vocabulary=_EAGER_VOCABULARY["opt"], dropout=0.0, family="opt",
+    )  # fmt: skip
     return Described(
-        gpt_size(run, dropout=0.0),
+        size,
         adam_job(run, "fp32").replace(clip_norm=None),
         replace(plain_layout(run), stage_layers=_stage_layers(run)),
+        floor=SAILOR_HOST.value,
         products="tf32" if "GH" in run.gpu else "as measured",
         splits=True,
     )
@@ -140,15 +160,45 @@ def _megatron_v1(run: Run) -> Described | NotExpressible:
 
 
 def _neusight(run: Run) -> Described | NotExpressible:
-    """PyTorch's own attention in fp32, neither loss nor update timed."""
-    if not run.model.startswith(("gpt", "opt")):
-        return NotExpressible("no model family for this model")
-    job = adam_job(run, "fp32").replace(clip_norm=None)
+    """Returns a run of NeuSight: in fp32, eager PyTorch 2.1, neither loss nor update timed.
+
+    Runs of one GPU are Hugging Face's models, as the traced graphs of the source list their ops;
+    what was only inferred drops nothing.
+    """
     only: Timed = "forward" if run.task == "inference" else "forward and backward"
-    return Described(gpt_size(run), job, plain_layout(run), waits=False, only=only)
+    family = _eager_family(run)
+    if family is None:
+        return NotExpressible("no model family for this model")
+    if "fusion" in run.framework:
+        return NotExpressible("kernels fused by torch.compile")
+    job = adam_job(run, "fp32").replace(clip_norm=None)
+    size = gpt_size(run)
+    if run.num_gpus == 1:
+        size = EagerSize(
+            layers=run.layers, width=run.hidden, heads=run.heads, length=run.length,
+            vocabulary=_EAGER_VOCABULARY[family.partition("-")[0]],
+            dropout=0.0 if only == "forward" else 0.1, family=family,
+        )  # fmt: skip
+    return Described(size, job, plain_layout(run), waits=False, only=only)
 
 
-_WITH_EXPERTS = ("NVIDIA/Megatron-LM",)  # sources whose experts are read
+def _eager_family(run: Run) -> EagerFamily | None:
+    """Returns which of Hugging Face's models NeuSight ran, None = another or not on so many GPUs.
+
+    Its BERT predicts words where it is trained and classes where it is not.
+    """
+    if run.model.startswith(("gpt", "opt")):
+        return "gpt2" if run.model.startswith("gpt") else "opt"
+    if not run.model.startswith("bert") or run.num_gpus > 1:
+        return None
+    return "bert-words" if run.task == "train" else "bert-classes"
+
+
+_EAGER_VOCABULARY = {"gpt2": GPT2_VOCABULARY, "opt": 50_272, "bert": 30_522}
+_WITH_EXPERTS = (  # sources whose readers look at experts themselves
+    "NVIDIA/Megatron-LM",
+    "NVIDIA-NeMo/Megatron-Bridge",
+)
 _SIZED = (  # sources whose rows say the sizes of a transformer
     "NVIDIA/Megatron-LM",
     "VIA-Research/vTrain",
@@ -165,9 +215,12 @@ _READERS: dict[str, Callable[[Run], Described | NotExpressible]] = {
     "eth-easl/sailor": _sailor,
     "nv-adlr.github.io/MegatronLMV1": _megatron_v1,
     "sitar-lab/NeuSight": _neusight,
+    "NVIDIA/DeepLearningExamples": read_examples,
     "NVIDIA/Megatron-LM": read_megatron_ci,
+    "NVIDIA-NeMo/Megatron-Bridge": read_bridge,
     "mosaicml/llm-foundry": read_foundry,
     "kakaobrain/torchgpipe": read_torchgpipe,
+    "pytorch/torchtitan": read_titan,
     "petuum/adaptdl": read_data_parallel,
     "stanford-futuredata/gavel": read_data_parallel,
 }

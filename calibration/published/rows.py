@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from calibration.importers.source import Row, read_table
+from calibration.published.rates import stated_by
 
 FOLDER = "e2e"
 FILES = ("train.csv",)
@@ -18,13 +19,19 @@ framework metric value unit step_time_ms step_time_derivation peak_mem_gib notes
 """
 _TEXTS = (
     "id", "task", "model", "gpu", "precision", "sharding", "recompute", "schedule", "placement",
-    "notes",
+    "framework", "notes",
 )  # fmt: skip
 _PARTS = {  # source -> (what tells its parts apart: column, pattern, part)
     "VIA-Research/vTrain": (("source_file", "single", "single"), ("source_file", "", "multi")),
     "bigscience-workshop/bigscience": (("gpu", "A100", "a100"), ("gpu", "", "v100")),
     "sitar-lab/NeuSight": (("n_gpus", "^1$", "single-gpu"), ("n_gpus", "", "distributed")),
-}
+    "NVIDIA/DeepLearningExamples": (
+        ("model", "^PyTorch/LanguageModeling/BERT$", "bert-pytorch"),
+        ("model", "/biobert$", "biobert"), ("model", "/BERT$", "bert-tensorflow"),
+        ("model", "/Translation/Transformer$", "transformer"),
+        ("model", "/ConvNets/", "convnets"), ("model", "/UNet_", "unets"), ("model", "", "other"),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class Run:
         recompute: as the source gives it.
         schedule: likewise.
         placement: likewise.
+        framework: as the source gives it.
         seconds: of one step; 0 = not derivable.
         notes: of the row.
     """
@@ -88,6 +96,7 @@ class Run:
     recompute: str
     schedule: str
     placement: str
+    framework: str = ""
     seconds: float
     notes: str
 
@@ -126,7 +135,7 @@ def _run(row: Row) -> Run:
     }  # fmt: skip
     micro = row["micro_batch_per_gpu"]
     texts: dict[str, Any] = {name: row[name] for name in _TEXTS}
-    return Run(
+    run = Run(
         source=row["source_repo"],
         part=_part(row),
         parameters=row.number("params_b") if row["params_b"] else 0.0,
@@ -135,6 +144,8 @@ def _run(row: Row) -> Run:
         **texts,
         **whole,
     )
+    stated = stated_by(row)
+    return run if stated is None else replace(run, **stated._asdict())
 
 
 def _part(row: Row) -> str:
