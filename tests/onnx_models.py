@@ -11,6 +11,13 @@ VGG_19 = (2, 2, 4, 4, 4)
 CHANNELS = (64, 128, 256, 512, 512)
 
 
+def tensor(name: str, shape: Sequence[int]) -> Any:
+    made = TensorProto(name=name, data_type=TensorProto.FLOAT)
+    made.dims.extend(shape)
+    made.data_location = TensorProto.EXTERNAL
+    return made
+
+
 class Maker:
     """Collects nodes; each returns the name of its first output."""
 
@@ -19,10 +26,7 @@ class Maker:
         self.initializers: list[Any] = []
 
     def weight(self, name: str, *shape: int) -> str:
-        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT)
-        tensor.dims.extend(shape)
-        tensor.data_location = TensorProto.EXTERNAL
-        self.initializers.append(tensor)
+        self.initializers.append(tensor(name, shape))
         return name
 
     def numbers(self, name: str, values: Sequence[int]) -> str:

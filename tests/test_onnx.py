@@ -196,6 +196,53 @@ def test_what_torch_has_no_recurrent_layer_for_is_refused(load: Any) -> None:
         load(model)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"inputs": ["rnn.w"]}, "its input 2 is missing"),
+        ({"inputs": []}, "its input 1 is missing"),
+        ({"gates": 3}, r"weights of shape \(1, 192, 32\).* 4 gates need \(1, 256, 32\)"),
+        (
+            {"directions": 2, "way": "forward"},
+            r"shape \(2, 256, 32\), where forward.* \(1, 256, 32\)",
+        ),
+        ({"way": "bidirectional"}, r"shape \(1, 256, 32\), where bidirectional"),
+        ({"way": "sideways"}, "direction 'sideways' is not known"),
+        ({"hidden": 32}, r"weights of shape .* 32 hidden features and 4 gates need \(1, 128, 32\)"),
+        ({"biases": [1, 4 * 64]}, r"biases of shape \(1, 256\).* need \(1, 512\)"),
+    ],
+)
+def test_a_recurrent_layer_with_weights_of_another_one_is_refused(
+    load: Any, given: dict[str, Any], said: str
+) -> None:
+    gates, directions = given.get("gates", 4), given.get("directions", 1)
+    model = onnx_models.recurrent("LSTM", gates, directions=directions)
+    layer = next(node for node in model.graph.node if node.op_type == "LSTM")
+    if "inputs" in given:
+        layer.input[1:] = given["inputs"]
+    for attribute in layer.attribute:
+        if attribute.name == "direction" and "way" in given:
+            attribute.s = given["way"].encode()
+        if attribute.name == "hidden_size" and "hidden" in given:
+            attribute.i = given["hidden"]
+    for held in model.graph.initializer:
+        if held.name == layer.input[-1] and "biases" in given:
+            held.CopyFrom(onnx_models.tensor(held.name, given["biases"]))
+    with pytest.raises(CaptureError, match=rf"node \S+ \(LSTM\): .*{said}"):
+        load(model)
+
+
+def test_control_flow_is_refused_by_the_name_of_its_node(load: Any) -> None:
+    helper, kind = onnx_models.helper, onnx_models.TensorProto.FLOAT
+    out = helper.make_tensor_value_info("inner", kind, None)
+    branch = helper.make_graph([helper.make_node("Relu", ["x"], ["inner"])], "branch", [], [out])
+    model = onnx_models.one_node("Relu", (4, 8))
+    node = helper.make_node("If", ["c"], ["y"], "gate", then_branch=branch, else_branch=branch)
+    model.graph.node.append(node)
+    with pytest.raises(GraphError, match=r"node gate \(If\): control flow is not supported"):
+        load(model)
+
+
 @pytest.mark.parametrize("mode", ["nearest", "linear"])
 @pytest.mark.parametrize("inputs", [{}, {"sizes": [1, 4, 32, 32]}])
 def test_a_resize_doubles_pictures_and_its_factors_are_no_parameters(

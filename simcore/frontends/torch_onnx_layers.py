@@ -15,6 +15,8 @@ from simcore.frontends.torch_onnx_nodes import Node, Tensor
 
 _STATES = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}  # inputs of the first states
 _PEEPHOLES = 7
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+_DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
 _SECOND = 10  # last opset where the factors of a Resize are its second input
 VALUES = {"Resize": (1, 2), "Upsample": (1,)}  # inputs whose values decide, parameters never
 _MODES: dict[str, Any] = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN": torch.rnn_tanh}
@@ -24,12 +26,13 @@ def _recurrent(node: Node) -> tuple[Tensor, ...]:
     """Returns all outputs, then the last states; axes are direction, step, batch as ONNX has them.
 
     Raises:
-        ValueError: peepholes, coupled gates, or activations that torch does not have.
+        ValueError: peepholes, coupled gates, activations that torch does not have, or weights of
+            other shapes than the layer's.
     """
     batch_first = bool(node.get("layout", 0))
     x = node.tensor(0).transpose(0, 1) if batch_first else node.tensor(0)
     weights, biases = (node.tensor(1), node.tensor(2)), node.optional(3)
-    directions, hidden = weights[1].shape[0], weights[1].shape[2]
+    directions, hidden = _checked(node, x, weights, biases)
     if node.optional(_PEEPHOLES) is not None or node.get("input_forget", 0):
         raise ValueError("peepholes and coupled gates are not supported")
     shape = (directions, x.shape[1], hidden)
@@ -42,6 +45,33 @@ def _recurrent(node: Node) -> tuple[Tensor, ...]:
     if batch_first:
         return (out.transpose(0, 1), *(end.transpose(0, 1) for end in ends))
     return (out.transpose(1, 2), *ends)
+
+
+def _checked(
+    node: Node, x: Tensor, weights: tuple[Tensor, Tensor], biases: Tensor | None
+) -> tuple[int, int]:
+    """Returns directions and hidden features.
+
+    Raises:
+        ValueError: shapes that do not belong to these, naming the input.
+    """
+    name = node.get("direction", b"forward").decode()
+    if name not in _DIRECTIONS:
+        raise ValueError(f"direction {name!r} is not known")
+    hidden = int(node.get("hidden_size", weights[1].shape[-1]))
+    directions, rows = _DIRECTIONS[name], _GATES[node.op] * hidden
+    if x.dim() != 3:
+        raise ValueError(f"its input has {x.dim()} axes, not step, batch and feature")
+    wanted = [(directions, rows, x.shape[2]), (directions, rows, hidden), (directions, 2 * rows)]
+    for what, given, shape in zip(
+        ("weights", "recurrent weights", "biases"), (*weights, biases), wanted, strict=True
+    ):
+        if given is not None and tuple(given.shape) != shape:
+            raise ValueError(
+                f"{what} of shape {tuple(given.shape)}, where {name}, {hidden} hidden features "
+                f"and {_GATES[node.op]} gates need {shape}"
+            )
+    return directions, hidden
 
 
 def _state(node: Node, place: int, shape: tuple[int, ...], batch_first: bool) -> Tensor:

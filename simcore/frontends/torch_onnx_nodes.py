@@ -43,8 +43,15 @@ class Node(NamedTuple):
         return self.inputs[place] if place < len(self.inputs) else None
 
     def tensor(self, place: int) -> Tensor:
-        """Returns an input as a tensor; what is known is made one."""
-        return as_tensor(self.inputs[place])
+        """Returns an input as a tensor; what is known is made one.
+
+        Raises:
+            ValueError: it is left out.
+        """
+        value = self.value(place)
+        if value is None:
+            raise ValueError(f"its input {place} is missing")
+        return as_tensor(value)
 
     def optional(self, place: int) -> Tensor | None:
         """Returns an input as a tensor, None where it is left out."""
