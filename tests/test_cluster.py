@@ -56,7 +56,7 @@ def test_every_preset_loads_and_joins_all_its_devices(name):
 
 
 def test_the_presets_that_users_are_promised_are_there():
-    promised = "4xP100-PCIe 4xV100-NVLink 8xV100-NVLink 2x8xV100 8xA100-NVSwitch 2x8xH100"
+    promised = "4xP100-PCIe 4xV100-NVLink 8xV100-NVLink 2x8xV100 8x8xV100 8xA100-NVSwitch 2x8xH100"
     assert set(presets()) >= {*promised.split(), "2xA100+4xT4", "1xV100"}
 
 

@@ -14,7 +14,7 @@ from simcore.simulation import simulate
 from simcore.units import GB
 
 BETWEEN_SOCKETS = ("QPI", "UPI-SPR", "xGMI-Rome")
-BETWEEN_NODES = ("Ethernet-25G", "InfiniBand-400G")
+BETWEEN_NODES = ("Ethernet-25G", "InfiniBand-100G", "InfiniBand-400G")
 every_preset = pytest.mark.parametrize("name", presets())
 
 
@@ -116,7 +116,7 @@ def test_pcie_crosses_from_socket_to_socket_once_and_only_where_it_has_to(
 
 
 @every_preset
-def test_the_network_is_for_other_nodes_only_and_is_the_narrowest_there(name: str) -> None:
+def test_the_network_is_for_other_nodes_only_and_is_narrow_there(name: str) -> None:
     cluster = Cluster.preset(name)
     for a, b in gpu_pairs(cluster):
         found = kinds(cluster, a, b)
@@ -126,7 +126,10 @@ def test_the_network_is_for_other_nodes_only_and_is_the_narrowest_there(name: st
         if is_far:
             widths = {cluster.links[c // 2].kind: cluster.channels[c].bandwidth
                       for c in cluster.route(a, b)}  # fmt: skip
-            assert cluster.route_bandwidth[a, b] == widths[ports[0]] == min(widths.values())
+            assert cluster.route_bandwidth[a, b] == min(widths.values())
+            # only a card of 100 Gb/s carries more than the PCIe 3 slot that it is in
+            assert widths[ports[0]] < 1.25 * min(widths.values())
+            assert ports[0] == "InfiniBand-100G" or widths[ports[0]] == min(widths.values())
 
 
 def test_each_gpu_of_an_h100_server_has_a_port_of_its_own() -> None:
