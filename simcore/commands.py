@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from simcore.cluster import Cluster
     from simcore.graph import OpGraph
     from simcore.plan import Plan, Settings
+    from simcore.uncertainty import Draws
     from simcore.what_if import Run
 
 Row = dict[str, Any]
@@ -265,8 +266,7 @@ def add_simulate(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="simulate a plan file again, and write its timeline",
-        description="Finds the graph and the cluster that a plan belongs to, checks that they are "
-        "the same, and simulates the plan.",
+        description="Finds the graph and cluster of a plan, checks both, and simulates the plan.",
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file")
     parser.add_argument(
@@ -312,8 +312,10 @@ def _simulate(args: argparse.Namespace) -> Answer:
     from simcore.plan_summary import plan_record
     from simcore.simulation import simulate
     from simcore.trace import write_trace
+    from simcore.uncertainty import Draws
 
     plan = Plan.load(args.plan)
+    draws = None if args.samples is None else Draws(samples=args.samples)
     if args.trace is not None and args.trace.exists() and args.trace.samefile(args.plan):
         raise UsageError(f"--trace {args.trace}: would overwrite the plan")
     graph, cluster = plan_graph(args, plan), plan_cluster(args, plan)
@@ -326,7 +328,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     bound = plan_bound(graph, cluster, plan, settings, result)
     record = plan_record(graph, cluster, plan.job, plan, result, bound)
     record["trace"] = None if args.trace is None else str(args.trace)
-    record["interval_s"] = _interval(args, graph, cluster, plan, settings)
+    record["interval_s"] = _interval(draws, graph, cluster, plan, settings)
     record["critical_path"] = path_text(result)
     record["what_if"] = _changes(args, (graph, cluster, plan.job, plan, result, settings))
     if args.trace is not None:
@@ -337,17 +339,15 @@ def _simulate(args: argparse.Namespace) -> Answer:
 
 
 def _interval(
-    args: argparse.Namespace, graph: OpGraph, cluster: Cluster, plan: Plan, settings: Settings
+    draws: Draws | None, graph: OpGraph, cluster: Cluster, plan: Plan, settings: Settings
 ) -> Row | None:
     """Returns the deciles of the step time where they were asked for."""
-    from simcore.uncertainty import Draws, sampled
+    from simcore.uncertainty import sampled
 
-    if args.samples is None:
+    if draws is None:
         return None
-    note(f"simulating {args.samples} draws ...")
-    draws = Draws(samples=args.samples)
-    found = sampled(graph, cluster, plan.job, plan, draws, settings=settings)
-    return found._asdict()
+    note(f"simulating {draws.samples} draws ...")
+    return sampled(graph, cluster, plan.job, plan, draws, settings=settings)._asdict()
 
 
 def _changes(args: argparse.Namespace, run: Run) -> list[Row] | None:
@@ -384,7 +384,7 @@ def plan_graph(args: argparse.Namespace, plan: Plan) -> OpGraph:
         raise UsageError(f"{args.plan}: does not say where its graph is; give --graph")
     if not args.graph and is_file(source):
         source = str(args.plan.resolve().parent / source)
-    if is_captured(source):
+    if is_captured(source) and (args.graph or ":" not in source):  # a plan's factory is not run
         note(f"capturing {source} ...")
     job = {name: value for name, value in asdict(plan.job).items() if value is not None}
     return load_graph(source, job, trusted=bool(args.graph))[0]
