@@ -3,8 +3,10 @@
 A folded space has few of a model's repeated layers, and one decision for all of them.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from simcore.kernel import ShardOutcome, Status, make_shard_scratch, run_shards
 from simcore.plan import DEFAULT_BUCKETS, Buckets, Settings
 from simcore.profile_store import load_profile
 from simcore.run import share_out
-from simcore.shard_fold import KEPT, extended, find_repeats, fold, merged_groups
+from simcore.shard_fold import KEPT, Fold, extended, find_repeats, fold, merged_groups
 from simcore.shard_space import STREAM, WHOLE, ShardSpace
 from simcore.shards import linkage_of
 
@@ -153,13 +155,7 @@ class FoldedSpace:
             PlanError: as `ShardSpace.build`.
             GraphError: as there, or folding changed what may be split.
         """
-        repeats = find_repeats(graph)
-        few = {repeat.stack: KEPT for repeat in repeats}
-        kept = [few, *(few | {repeat.stack: KEPT + 1} for repeat in repeats)]
-        folds = [fold(graph, repeats, each) for each in kept]
-        merged = [merged_groups(each.graph, linkage_of(each.graph)) for each in folds]
-        if any(list(each) != list(merged[0]) for each in merged):
-            raise GraphError(f"{graph.name}: its layers look alike but are not split alike")
+        known = _folded(graph)
         spaces = tuple(
             ShardSpace.build(
                 each.graph,
@@ -171,13 +167,13 @@ class FoldedSpace:
                 buckets=buckets,
                 decisions=tuple(groups.values()),
             )
-            for each, groups in zip(folds, merged, strict=True)
+            for each, groups in zip(known.folds, known.merged, strict=True)
         )
         return cls(
             graph=graph,
             spaces=spaces,
-            layers=tuple(folds[0].dropped[repeat.stack] for repeat in repeats),
-            names=tuple(merged[0]),
+            layers=known.layers,
+            names=tuple(known.merged[0]),
         )
 
     @property
@@ -210,6 +206,32 @@ class FoldedSpace:
             buckets=first.buckets,
             decisions=tuple(merged.values()),
         )
+
+
+class _Folded(NamedTuple):
+    """What a graph is without most of its repeated layers."""
+
+    folds: tuple[Fold, ...]  # with few layers, then with one more layer of each stack
+    layers: tuple[int, ...]  # that the first of them lacks, of each stack, [stack]
+    merged: tuple[Mapping[tuple[str, int], tuple[int, ...]], ...]  # groups decided alike, [fold]
+
+
+@functools.lru_cache(maxsize=8)
+def _folded(graph: OpGraph) -> _Folded:
+    """Returns a graph folded; found once, as every mesh asks for it.
+
+    Raises:
+        GraphError: folding changed what may be split.
+    """
+    repeats = find_repeats(graph)
+    few = {repeat.stack: KEPT for repeat in repeats}
+    kept = [few, *(few | {repeat.stack: KEPT + 1} for repeat in repeats)]
+    folds = tuple(fold(graph, repeats, each) for each in kept)
+    merged = tuple(merged_groups(each.graph, linkage_of(each.graph)) for each in folds)
+    if any(list(each) != list(merged[0]) for each in merged):
+        raise GraphError(f"{graph.name}: its layers look alike but are not split alike")
+    layers = tuple(folds[0].dropped[repeat.stack] for repeat in repeats)
+    return _Folded(folds, layers, merged)
 
 
 def simulate_folded(

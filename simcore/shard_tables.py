@@ -4,6 +4,7 @@ Each op has a cost for each pair of loops that it may split along the two axes, 
 axis along which the samples may be split (they say what one device calls its batch).
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simcore.buckets import FIRST_BUCKET
+from simcore.cluster import Cluster
 from simcore.collectives import AUTO, make_collective
+from simcore.curves import shipped_curves
 from simcore.graph import OpClass, OpGraph, Phase, Role
 from simcore.kernel import (
     NONE,
@@ -39,6 +42,7 @@ from simcore.sharding.groups import BATCH, Linkage
 from simcore.sharding.shares import scaled
 from simcore.sharding.states import ANY, PARTIAL, WHOLE
 
+_Group = tuple[int, ...]  # device indices
 _PROBES = (2**10, 2**18, 2**22, 2**28)  # bytes at which the slowest group of an axis is looked for
 
 
@@ -291,15 +295,28 @@ def _fill(
     algorithm: str = AUTO,
 ) -> None:
     """Writes one curve, on a grid that is even in each doubling of the bytes."""
-    members = [tuple(space.places[copy] for copy in group) for group in groups]
+    members = tuple(tuple(space.places[copy] for copy in group) for group in groups)
+    known = shipped_curves().identity
+    row["latency"], row["duration"] = _sampled(known, kind, algorithm, space.cluster, members)
 
-    def make(num_bytes: int, group: tuple[int, ...]) -> tuple[float, float]:
-        made = make_collective(kind, num_bytes, space.cluster, group, algorithm=algorithm)
+
+@functools.lru_cache(maxsize=512)
+def _sampled(
+    _curves: object, kind: str, algorithm: str, cluster: Cluster, groups: tuple[_Group, ...]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns latency and duration of the slowest group, both [point] s; found once."""
+    curves = shipped_curves()  # looked up once, not for each of many sizes
+
+    def make(num_bytes: int, group: _Group) -> tuple[float, float]:
+        task = (kind, num_bytes, cluster, group)
+        made = make_collective(*task, algorithm=algorithm, curves=curves)
         return made.latency, made.duration if made.volume else 0.0
 
-    slowest = {max(members, key=lambda group: sum(make(size, group))) for size in _PROBES}
+    slowest = {max(groups, key=lambda group: sum(make(size, group))) for size in _PROBES}
+    found = []
     for point in range(POINTS):
         doubling, part = divmod(point, STEPS)
         num_bytes = max(1, round(2**doubling * (1 + part / STEPS)))
-        values = [make(num_bytes, group) for group in sorted(slowest)]
-        row[point]["latency"], row[point]["duration"] = max(values, key=sum)
+        found.append(max((make(num_bytes, group) for group in sorted(slowest)), key=sum))
+    latency, duration = np.array(found).T
+    return latency, duration

@@ -47,7 +47,7 @@ class OneDevice(NamedTuple):
     samples: int
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def linkage_of(graph: OpGraph) -> Linkage:
     """Returns the linkage groups of a graph; found once."""
     return find_linkage(graph)
