@@ -1,6 +1,7 @@
 """Checkpoints: tensors, numbers and strings in a file that is whole or not there."""
 
 import io
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,20 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Returns (identity, state); a checkpoint holds data only, so nothing in it is executed.
 
     Raises:
-        PlacewrightError: there is no such file, or it is not a checkpoint.
+        PlacewrightError: there is no such file, it is damaged, or it is not a checkpoint.
     """
     try:
-        whole = torch.load(path, map_location="cpu", weights_only=True)
+        content = io.BytesIO(path.read_bytes())
+        with zipfile.ZipFile(content) as archive:
+            damaged = archive.testzip()  # torch writes checksums, and does not read them
+        content.seek(0)
+        whole = None if damaged else torch.load(content, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise PlacewrightError(f"{path}: there is no such checkpoint") from None
     except Exception as error:  # a damaged file breaks torch in many ways
         raise PlacewrightError(f"{path}: not a checkpoint: {type(error).__name__}") from None
+    if damaged:
+        raise PlacewrightError(f"{path}: damaged: {damaged} is not what was written")
     if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
         raise PlacewrightError(f"{path}: not a checkpoint of the format {_FORMAT}")
     identity, state = whole.get("identity", {}), whole.get("state", {})

@@ -402,6 +402,16 @@ def test_a_checkpoint_whose_parts_are_no_dictionaries_is_refused(tmp_path, part)
         checkpoint.read(path)
 
 
+def test_a_checkpoint_with_one_byte_changed_is_refused(tmp_path):
+    path = tmp_path / checkpoint.FILE
+    checkpoint.write(path, {"learner": "x"}, {"weights": torch.arange(4096.0)})
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(PlacewrightError, match=r"checkpoint\.pt: damaged: \S+data/0 is not what"):
+        checkpoint.read(path)
+
+
 @pytest.mark.parametrize("content", [None, b"", b"text", pickle.dumps({"format": 1})])
 def test_a_missing_or_damaged_checkpoint_is_named(content, tmp_path):
     if content is not None:
