@@ -3,9 +3,11 @@
 Mnih et al., Human-level control through deep reinforcement learning, 2015, with the parts of
 Rainbow (Hessel et al. 2018), each a switch: double Q (van Hasselt et al. 2016), dueling heads (Wang
 et al. 2016), prioritized replay (Schaul et al. 2016), noisy layers (Fortunato et al. 2018), returns
-of n steps, and distributions of returns (C51: Bellemare et al. 2017). Masked actions are neither
-taken nor looked at in a target. Episodes run side by side, one slot a step; see
-`agents.automap.episodes`.
+of n steps, and distributions of returns (C51: Bellemare et al. 2017). A return of many steps is
+that of whatever was explored; as nothing here is drawn by chance but the actions, what matters is
+the best that followed an action, not the mean: values are high expectiles of returns (implicit
+Q-learning: Kostrikov et al. 2022), 0.5 = means. Masked actions are neither taken nor looked at in a
+target. Episodes run side by side, one slot a step; see `agents.automap.episodes`.
 """
 
 import json
@@ -38,7 +40,7 @@ class Config:
     evaluations: int = option(2000, "plans to simulate", least=1)
     seed: int = option(0, "of all that is drawn", least=0)
     double: bool = option(True, "the online network chooses the action that the target values")
-    dueling: bool = option(True, "a value of the state and advantages of actions")
+    dueling: bool = option(False, "a value of the state and advantages of actions")
     prioritized: bool = option(True, "replay what was least expected most often")
     noisy: bool = option(False, "noise in the weights explores, not chance alone")
     distributional: bool = option(False, "learn distributions of returns")
@@ -47,12 +49,13 @@ class Config:
     updates: int = option(16, "gradient steps after each batch of episodes", least=1)
     batch_size: int = option(64, "transitions of a gradient step", least=1)
     capacity: int = option(2**14, "transitions in the replay, a power of two", least=2)
-    learning_rate: float = option(1e-3, "of Adam", least=0, above=True)
+    learning_rate: float = option(3e-3, "of Adam", least=0, above=True)
+    expectile: float = option(0.97, "weight of returns above what was expected", least=0, most=1)
     discount: float = option(1.0, "of what follows", least=0, most=1)
     target_every: int = option(50, "gradient steps between copies to the target", least=1)
     epsilon: float = option(1.0, "chance of a random action at first", least=0, most=1)
-    last_epsilon: float = option(0.02, "and at the end of its decay", least=0, most=1)
-    decay: float = option(0.6, "part of the evaluations that it decays over", least=0, most=1)
+    last_epsilon: float = option(0.05, "and at the end of its decay", least=0, most=1)
+    decay: float = option(0.3, "part of the evaluations that it decays over", least=0, most=1)
     alpha: float = option(0.6, "exponent of priorities", least=0)
     beta: float = option(0.4, "exponent of the correction for them, at first", least=0, most=1)
     width: int = option(128, "of the hidden layers", least=1)
@@ -284,7 +287,8 @@ def _errors(config: Config, learner: Learner, batch: Batch) -> Tensor:
     now = learner.online.raw(batch.seen)[rows, batch.action]
     if config.distributional:
         return -(target * now.log_softmax(-1)).sum(-1)
-    return nn.functional.smooth_l1_loss(now[:, 0], target, reduction="none")
+    weight = torch.where(target > now[:, 0].detach(), config.expectile, 1.0 - config.expectile)
+    return 2.0 * weight * nn.functional.smooth_l1_loss(now[:, 0], target, reduction="none")
 
 
 def iterate(config: Config, learner: Learner, problem: DecisionProblem) -> None:

@@ -26,8 +26,9 @@ from simcore.sources import load_graph
 RESULTS = Path(__file__).resolve().parent / "results" / "dqn_switches.json"
 ARMS: dict[str, Mapping[str, Any]] = {
     "as it ships": {},
+    "means": {"expectile": 0.5},
     "not double": {"double": False},
-    "not dueling": {"dueling": False},
+    "dueling": {"dueling": True},
     "not prioritized": {"prioritized": False},
     "noisy": {"noisy": True},
     "distributional": {"distributional": True},

@@ -94,7 +94,8 @@ def test_the_best_action_is_an_allowed_one() -> None:
 
 @pytest.mark.parametrize("double", [False, True])
 def test_a_target_never_looks_at_a_masked_action(double: bool) -> None:
-    config, toy = Config(double=double, prioritized=False, dueling=False), Toy(3, 3)
+    config = Config(double=double, prioritized=False, dueling=False, expectile=0.75)
+    toy = Toy(3, 3)
     learner = Learner.new(config, toy)
     size = observation_size(toy)
     with torch.no_grad():
@@ -113,8 +114,8 @@ def test_a_target_never_looks_at_a_masked_action(double: bool) -> None:
         weight=torch.ones(2),
         items=np.arange(2),
     )
-    # 0.5 + 2, not 0.5 + 7; where nothing is allowed the episode is over
-    expected = [abs(2.5 - 2.0) ** 2 / 2, abs(0.5 - 2.0) - 0.5]
+    # 0.5 + 2, not 0.5 + 7; where nothing is allowed the episode is over; what is above weighs more
+    expected = [1.5 * abs(2.5 - 2.0) ** 2 / 2, 0.5 * (abs(0.5 - 2.0) - 0.5)]
     assert _errors(config, learner, batch).tolist() == pytest.approx(expected)
 
 
