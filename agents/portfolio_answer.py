@@ -11,15 +11,20 @@ from agents.planners.shard_reasons import Reasons
 from agents.planners.sharding import Sharded
 from agents.portfolio_report import baselines_of, reason_of
 from agents.portfolio_result import PortfolioResult, predicted
-from agents.portfolio_search import ALONE, DATA_PARALLEL, PIPELINE, SHARDING, Search
+from agents.portfolio_search import (
+    ALONE,
+    DATA_PARALLEL,
+    PIPELINE,
+    PLACEMENT,
+    SHARDING,
+    Search,
+)
 from agents.portfolio_why import Why, use_of
 from simcore.errors import InfeasibleError
 from simcore.plan import Plan, Provenance
 from simcore.plan_summary import describe_job
 from simcore.result import Result
 from simcore.simulation import simulate
-
-PLACEMENT = "placement"  # of every op on a device, whoever found it
 
 
 def answer(search: Search, seed: int) -> PortfolioResult:
@@ -31,7 +36,7 @@ def answer(search: Search, seed: int) -> PortfolioResult:
     )
     result = simulate(problem.graph, problem.cluster, problem.job, chosen)
     assert result.step_time == expected, (result.step_time, expected)
-    bound = min(_bound(search), result.step_time)  # equal but for rounding
+    bound = min(*search.bounds().values(), result.step_time)  # equal but for rounding
     baselines, notes = baselines_of(search)
     provenance = Provenance(
         strategy=finder,
@@ -177,15 +182,3 @@ def _found(search: Search) -> Found:
             "to exchange tensors"
         )
     return found
-
-
-def _bound(search: Search) -> float:
-    """Returns what no plan can beat of the kinds that take part in the choice."""
-    bounds = [] if search.strategy in ALONE else [search.placement_bound]
-    if search.copies is not None and search.strategy == "auto":
-        bounds += [copies.bound for copies in search.copies.plans if copies.result.feasible]
-    if search.pipelines is not None:
-        bounds.append(search.pipelines.bound)
-    if search.shardings is not None and search.shardings.tried:
-        bounds.append(search.shardings.bound)
-    return min(bounds)

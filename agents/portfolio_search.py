@@ -40,11 +40,14 @@ IMPROVERS: tuple[Planner, ...] = (
 # of what is left of the budget when they start; the others take all
 SHARES = {"cross_entropy": 0.3, "ppo": 0.1, "anneal": 0.95, "eagle": 0.3, "mars": 0.3}
 
+PLACEMENT = "placement"  # of every op on a device, whoever found it
 DATA_PARALLEL = "data_parallel"
 PIPELINE = "pipeline"
 SHARDING = "sharding"
 PIPELINE_SHARE = 0.15  # of what is left of the budget, where placements compete
 SHARDING_SHARE = 0.1
+PROOF_SHARE = 0.1
+SETTLED_SHARE = 0.4  # of each of the two, where no placement can be better any more
 ALONE = (PIPELINE, SHARDING)  # strategies without placements
 
 Strategy: TypeAlias = Literal["auto", "placement", "pipeline", "sharding"]
@@ -86,6 +89,7 @@ class Search:
                 if planner is IMPROVERS[0]:
                     self._run_shardings()
                     self._run_pipelines()
+                    self._prove_shardings()
                 self._run(planner, np.random.default_rng([seed, number]))
                 if self.copies is None:
                     self._run_copies()
@@ -179,7 +183,32 @@ class Search:
         self._note(self.recorder, self.budget)
         winner = self.winner()
         if is_only or winner is None or winner[1] > self.shardings.bound:
-            self.shardings.run(self.budget.part(1.0 if is_only else SHARDING_SHARE))
+            may_win = winner is None or winner[1] > self.shardings.bound * (1.0 + MODEL_ERROR)
+            share = SETTLED_SHARE if may_win and self.is_settled() else SHARDING_SHARE
+            self.shardings.run(self.budget.part(1.0 if is_only else share))
+
+    def _prove_shardings(self) -> None:
+        """Looks for more that no sharded plan beats, where that is the least bound of all."""
+        found, bounds = self.shardings, self.bounds()
+        budget = self.budget.part(SETTLED_SHARE if self.is_settled() else PROOF_SHARE)
+        if found is None or SHARDING not in bounds or budget.seconds is None or found.proven:
+            return  # without a clock proofs would take any time
+        if bounds[SHARDING] < min(bounds[name] for name in bounds if name != SHARDING):
+            self.stage = SHARDING
+            self._note(self.recorder, self.budget)
+            found.prove(budget)
+
+    def bounds(self) -> dict[str, float]:
+        """Returns what plans cannot beat of each kind that takes part in the choice, s."""
+        found = {} if self.strategy in ALONE else {PLACEMENT: self.placement_bound}
+        if self.copies is not None and self.strategy == "auto":
+            fitting = [each.bound for each in self.copies.plans if each.result.feasible]
+            found |= {DATA_PARALLEL: min(fitting)} if fitting else {}
+        if self.pipelines is not None:
+            found[PIPELINE] = self.pipelines.bound
+        if self.shardings is not None and self.shardings.tried:
+            found[SHARDING] = self.shardings.bound
+        return found
 
     def _note_other(self, budget: Budget) -> None:
         self.recorder.evaluations += 1

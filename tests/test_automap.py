@@ -220,7 +220,9 @@ def test_the_memory_bound_forbids_exactly_what_cannot_fit(graphs: dict[str, OpGr
 # searches
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_searches_agree_with_brute_force(graphs: dict[str, OpGraph], seed: int) -> None:
     problem = partition(graphs["mixture"], {"x": 4})
     best = exhaustive(problem)

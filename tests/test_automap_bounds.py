@@ -14,22 +14,27 @@ from agents.automap.bounds import lean_bound, mesh_bound
 from agents.automap.combined import KINDS, SLOTS, ZERO, Combined
 from agents.automap.combined_bound import CombinedBound, Work, filled
 from agents.automap.operators import OperatorPartition
+from agents.automap.planner import GroupSearch
+from agents.planners.data_parallel import data_parallel
+from agents.planners.pipeline_layouts import ANYTHING
 from agents.planners.pipeline_shards import preferred
 from agents.planners.recorder import Budget
+from agents.planners.shard_bounds import Searched, proven
+from agents.planners.shard_sets import shard_sets
 from agents.planners.sharding import Shardings
 from agents.planners.space import PlacementSpace
+from agents.portfolio_search import Search
 from simcore import Cluster, Problem, Settings, simulate
 from simcore.errors import JobError, PlanError
 from simcore.frontends.torch_capture import capture
 from simcore.graph import OpGraph
-from simcore.plan import ONE_HOST
+from simcore.plan import ONE_HOST, Constraints
 from simcore.shards import is_sharded
 from tests.sharded_models import GPUS, JOB, SWITCH, images, transformer
 from tests.test_planners import CPU, mesh
 
 SERVERS = Cluster.preset("2x8xV100")
 WITHOUT_HOST = msgspec.structs.replace(ONE_HOST, launch="graph")  # or the host decides all
-ALONE = ("transformer", "towers", "layers")
 
 
 class Towers(nn.Module):
@@ -96,8 +101,17 @@ def rows_of(problem: Combined) -> list[tuple[int, ...]]:
 # pipelines of sharded stages
 
 
-@pytest.mark.parametrize("contention", ["fair", "none"])
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    ("name", "contention"),
+    [
+        ("layers", "fair"),
+        ("layers", "none"),
+        ("towers", "fair"),
+        pytest.param("towers", "none", marks=pytest.mark.slow),
+        pytest.param("transformer", "fair", marks=pytest.mark.slow),
+        pytest.param("transformer", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_no_plan_of_a_combined_problem_beats_its_bound(
     graphs: dict[str, OpGraph], name: str, contention: str
 ) -> None:
@@ -213,14 +227,118 @@ def test_a_search_that_proves_bounds_all_that_it_may_answer_with(
         assert shardings.bound <= problem.simulated(rows[place])[0]
 
 
-def test_a_search_that_was_cut_short_proves_no_more_than_the_work(
+@pytest.mark.parametrize("budget", [Budget(evaluations=3), Budget(0.0)])
+def test_a_search_that_was_cut_short_bounds_what_it_did_not_look_at(
+    graphs: dict[str, OpGraph], budget: Budget
+) -> None:
+    cluster = Cluster.preset("4xV100-NVLink")
+    whole, short = (Shardings(space=space_of(graphs["layers"], cluster)) for _ in "ab")
+    whole.run(Budget(evaluations=300))
+    whole.prove(Budget())
+    short.run(budget)
+    assert not short.searched.all_styles
+    assert short.proven == 0.0
+    floor = short.bound
+    short.prove(Budget(evaluations=0))
+    assert floor == short.bound  # nothing was looked at
+    short.prove(Budget())
+    assert floor <= short.bound <= whole.bound
+    assert whole.best is not None
+    assert whole.bound <= whole.best.step_time
+
+
+def test_what_remains_is_bounded_by_the_floor_of_its_devices(graphs: dict[str, OpGraph]) -> None:
+    space = space_of(graphs["layers"])
+    sets = shard_sets(space.problem, gpus_of(SWITCH, 4))
+    search = GroupSearch(space=space, sets=[each.names for each in sets])
+    search.run(Budget(evaluations=0))
+    assert search.unknown
+    assert search.bound == math.inf
+    searched = Searched(sets=sets, groups=search, all_styles=True)
+    assert proven(searched, math.inf, sharded=True) == sets[0].floor
+    search.prove(Budget())
+    assert not search.unknown
+    assert proven(searched, math.inf, sharded=True) == search.bound > sets[0].floor
+    searched.all_styles = False
+    assert proven(searched, math.inf, sharded=True) == sets[0].floor
+
+
+# clusters of several kinds, batches that do not divide
+
+MIXED = Cluster.preset("2xA100+4xT4")
+
+
+def test_on_several_kinds_each_kind_and_numbers_that_divide_the_batch_are_tried(
     graphs: dict[str, OpGraph],
 ) -> None:
-    shardings = Shardings(space=space_of(graphs["layers"]), proves=True)
-    work = shardings.bound
-    shardings.run(Budget(evaluations=3))
-    assert shardings.proven == 0.0
-    assert shardings.bound == work
+    job = msgspec.structs.replace(JOB, batch=64)
+    problem = Problem.build(graphs["layers"], MIXED, job, ONE_HOST)
+    sets = shard_sets(problem, range(MIXED.num_devices))
+    names = [MIXED.devices[k].name for k in MIXED.gpu_indices]
+    assert [list(each.names) for each in sets if each.is_uniform] == [names[:2], names[2:]]
+    mixed = [list(each.names) for each in sets if not each.is_uniform]
+    assert sorted(mixed, key=len) == [names[:4], names]
+    assert sets == sorted(sets, key=lambda each: each.floor)
+    switch = Problem.build(graphs["layers"], SWITCH, job, ONE_HOST)
+    three = shard_sets(switch, gpus_of(SWITCH, 3))
+    assert [len(each.names) for each in three] == [3, 2]
+    assert [len(each.names) for each in shard_sets(switch, gpus_of(SWITCH, 4))] == [4]
+
+
+def test_a_cluster_of_several_kinds_has_a_sharded_plan_and_a_bound_of_its_own(
+    graphs: dict[str, OpGraph],
+) -> None:
+    space = space_of(graphs["layers"], MIXED, WITHOUT_HOST)
+    shardings = Shardings(space=space, proves=True)
+    shardings.run(Budget(evaluations=300))
+    assert shardings.best is not None
+    assert shardings.best.shares
+    kinds = {
+        MIXED.devices[MIXED.device_index(n)].kind for n in shardings.best.plan.stages[0].devices
+    }
+    assert kinds == {"A100-PCIE-40GB"}
+    assert shardings.searched.floor < shardings.bound == shardings.proven
+    feasible = [each for each in shardings.tried if each.result.feasible and each.shares]
+    assert shardings.bound <= min(each.step_time for each in feasible)
+    # all plans of pairs of equal GPUs, and samples of all four
+    for each, bound in shardings.searched.pipelines:
+        problem = Combined.build(space, [MIXED.device_index(name) for name in each.names])
+        rows = [row for row in rows_of(problem) if bound.shares(row)]
+        for place in np.random.default_rng(0).permutation(len(rows))[:30].tolist():
+            seconds = problem.simulated(rows[place])[0]
+            assert shardings.bound <= seconds
+            assert each.floor <= seconds
+
+
+@pytest.mark.parametrize("cluster", [MIXED, SWITCH])
+def test_no_equal_shares_beat_the_floor_of_their_devices(
+    graphs: dict[str, OpGraph], cluster: Cluster
+) -> None:
+    space = space_of(graphs["layers"], cluster, WITHOUT_HOST)
+    shardings = Shardings(space=space)
+    shardings.run(Budget(evaluations=60))
+    floors = {each.names: each.floor for each in shardings.searched.sets}
+    for each in shardings.tried:
+        devices = tuple(name for stage in each.plan.stages for name in stage.devices)
+        least = min(floors[names] for names in floors if set(names) == set(devices))
+        assert 0.0 < least <= each.step_time
+
+
+def test_auto_says_of_every_kind_what_it_cannot_beat(graphs: dict[str, OpGraph]) -> None:
+    space = space_of(graphs["layers"], Cluster.preset("4xV100-NVLink"))
+    search = Search(space, Constraints(), ("auto", ANYTHING), Budget(60.0), None)
+    search.copies = data_parallel(space)
+    search.shardings = Shardings(space=space)
+    search.shardings.run(Budget(evaluations=30))
+    before = search.bounds()
+    assert before.keys() == {"placement", "data_parallel", "sharding"}
+    assert before["sharding"] == search.shardings.searched.floor == min(before.values())
+    search._prove_shardings()
+    after = search.bounds()
+    assert after["sharding"] > before["sharding"]
+    best = search.shardings.best
+    assert best is not None
+    assert after["sharding"] <= best.step_time
 
 
 def test_the_sharding_strategy_shares_out_more_than_the_samples() -> None:

@@ -105,6 +105,7 @@ def test_a_large_table_is_split_and_not_copied() -> None:
     assert "table.weight" in split_storages(problem, row)
 
 
+@pytest.mark.slow
 def test_experts_are_spread_and_the_rest_is_split_by_samples() -> None:
     graph, job, _ = load_graph("moe-stacked")
     problem = OperatorPartition.build(graph, SWITCH, job, GPUS, {"x": 8})

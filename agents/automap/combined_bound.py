@@ -9,7 +9,7 @@ work at will). Assumed is what `agents.automap.bounds` assumes. Messages between
 and memory take nothing, nor does what a recomputing backward runs again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -94,15 +94,29 @@ class CombinedBound:
             seconds = filled(work, (ranks, rounds), SCHEDULES[row[4]])
         return float(seconds) * (1.0 - ROUNDING)
 
-    def least(self, *, sharded: bool, plain: bool) -> float:
+    def least(
+        self,
+        *,
+        sharded: bool,
+        plain: bool,
+        goes_on: Callable[[], bool] | None = None,
+        floor: float = 0.0,
+    ) -> float:
         """Returns seconds that no plan beats; inf where there is none.
 
         Args:
             sharded: of plans that share something out, see `shares`; else of the others.
             plain: whether plans count that are the model in one stage and nothing more.
+            goes_on: asked before each plan; None: all are looked at.
+            floor: s that no plan beats that was not looked at.
         """
-        rows = (row for row in self._rows() if plain or not self.is_plain(row))
-        return min((self.of(row) for row in rows if self.shares(row) == sharded), default=_NEVER)
+        least = _NEVER
+        for row in self._rows():
+            if goes_on is not None and not goes_on():
+                return min(least, floor)
+            if self.shares(row) == sharded and (plain or not self.is_plain(row)):
+                least = min(least, self.of(row))
+        return least
 
     def is_plain(self, row: Sequence[int]) -> bool:
         """Whether a plan has one stage, one microbatch, and is not made to need less memory."""
@@ -116,11 +130,15 @@ class CombinedBound:
 
     def _rows(self) -> Iterator[tuple[int, ...]]:
         """Yields rows without recomputing, which only adds to the work."""
-        legal = self.problem.legal
-        heads: list[tuple[int, ...]] = [()]
-        for _ in range(6):
-            heads = [(*head, action) for head in heads for action in legal(head)]
-        yield from ((*head, 0) for head in heads)
+        yield from ((*head, 0) for head in self._heads((), 6))
+
+    def _heads(self, head: tuple[int, ...], slots: int) -> Iterator[tuple[int, ...]]:
+        """Yields what so many slots may hold that begin with some."""
+        if len(head) == slots:
+            yield head
+            return
+        for action in self.problem.legal(head):
+            yield from self._heads((*head, action), slots)
 
     def _alone(self, work: Work, rounds: int, row: Sequence[int], copies: int) -> float:
         """Returns what a model in one stage does not beat, s."""

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ AXES = ("x", "y")
 EVALUATIONS = 1500  # of annealing on a mesh
 _FEW = 4096  # plans that are all tried
 _TABLES = 0.6  # of the seconds, where all meshes are looked at first
+_Where: TypeAlias = tuple[Sequence[str], dict[str, int]]  # names of GPUs, and their mesh
 
 
 class Grouped(NamedTuple):
@@ -125,7 +126,7 @@ class GroupSearch:
         limit: s; meshes whose plans cannot be faster are not searched.
         found: the best plan of each mesh that was searched.
         bound: s that no plan of the meshes that were looked at beats.
-        unknown: meshes that were not looked at.
+        unknown: GPUs and mesh of what was not looked at.
         failed: meshes without a plan of groups.
     """
 
@@ -136,11 +137,14 @@ class GroupSearch:
     limit: float = math.inf
     found: list[Grouped] = field(default_factory=list)
     bound: float = math.inf
-    unknown: int = 0
+    unknown: list[_Where] = field(default_factory=list)
     failed: int = 0
 
     def run(self, budget: Budget) -> None:
         """Searches until the budget is spent; an evaluation is one on the compiled simulator."""
+        if not (self.proves or budget.left()):
+            self.unknown = list(_rounds(self.sets))
+            return
         for laid in self._promising(budget) if self.proves else self._laid(budget):
             if laid.bound >= self.limit or not budget.left():
                 continue
@@ -155,22 +159,31 @@ class GroupSearch:
 
     def _laid(self, budget: Budget) -> Iterator[Laid]:
         """Yields meshes and notes their bounds; the first whatever is left of the budget."""
-        shares = self.space.problem.settings.contention != "none"
-        for number, (names, mesh) in enumerate(_rounds(self.sets)):
+        for number, where in enumerate(_rounds(self.sets)):
             if number and not budget.left():
-                self.unknown += 1
+                self.unknown.append(where)
                 continue
-            laid = _lay(self.space.problem, (names, mesh), self.reserve_memory, shares)
-            if laid is None:
-                self.failed += 1
-                continue
+            laid = self._look(where)
+            if laid is not None:
+                yield laid
+
+    def _look(self, where: _Where) -> Laid | None:
+        """Notes the bound of a mesh; returns None where it has no plan."""
+        shares = self.space.problem.settings.contention != "none"
+        laid = _lay(self.space.problem, where, self.reserve_memory, shares)
+        if laid is None:
+            self.failed += 1
+        else:
             self.bound = min(self.bound, laid.bound)
-            yield laid
+        return laid
+
+    def prove(self, budget: Budget) -> None:
+        """Notes the bounds of meshes that were not looked at, until the budget is spent."""
+        while self.unknown and budget.left():
+            self._look(self.unknown.pop())
 
 
-def _lay(
-    task: Problem, where: tuple[Sequence[str], dict[str, int]], reserve: int, shares: bool
-) -> Laid | None:
+def _lay(task: Problem, where: _Where, reserve: int, shares: bool) -> Laid | None:
     """Returns the problem of a mesh, None where it has no plan.
 
     Args:
@@ -193,7 +206,7 @@ def _lay(
     return Laid(problem, start, least, min(bounds))
 
 
-def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
+def _rounds(sets: Sequence[Sequence[str]]) -> Iterator[_Where]:
     """Yields meshes of all sets: those of one axis that splits first, most shards first."""
     pairs = [(names, mesh) for names in sets for mesh in meshes(len(names))]
     yield from sorted(pairs, key=lambda pair: (len(pair[1]), pair[1]["dp"]))

@@ -6,9 +6,10 @@
 - Pipelines whose stages are shared out (`agents.planners.pipeline_shards`).
 - Linkage groups chosen one by one (`agents.automap.planner`); may mix styles or have no name.
 
-All are tried on all GPUs, and on those of one server where there are several. Plans that do not fit
-are tried again with a sharded optimizer (ZeRO 1 and 3), then also in microbatches that run their
-forward again. The best is one that shares out more than the samples, unless none of these fits.
+All are tried on each set of `agents.planners.shard_sets` (all GPUs, those of one server, of one
+kind), the last two only where its GPUs are of one kind. Plans that do not fit are tried again with
+a sharded optimizer (ZeRO 1 and 3), then also in microbatches that run their forward again. The best
+is one that shares out more than the samples, unless none of these fits.
 """
 
 import math
@@ -21,13 +22,14 @@ from typing import NamedTuple
 import msgspec
 
 from agents.automap.combined import Combined
-from agents.automap.planner import Grouped, GroupSearch, device_sets
+from agents.automap.planner import Grouped, GroupSearch
+from agents.planners.compiled_clock import search_clock
 from agents.planners.pipeline_shards import CombinedSearch, preferred
 from agents.planners.recorder import Budget
 from agents.planners.shard_bounds import Searched, proven
 from agents.planners.shard_reasons import Reasons, reasons_of
+from agents.planners.shard_sets import shard_sets
 from agents.planners.space import Overflow, PlacementSpace
-from simcore.bounds import ROUNDING
 from simcore.errors import GraphError, JobError, PlanError
 from simcore.plan import Plan
 from simcore.result import Result
@@ -40,6 +42,7 @@ from simcore.simulation import simulate
 _MICROBATCHES = (2, 4, 8, 16, 32)
 _SHARDED = (1, 3)  # ZeRO's stages that are tried
 _STYLES, _PIPELINES = 0.4, 0.5  # of the seconds, of what is left then; the rest is for groups
+_PROOF = 10.0  # s at least for a proof behind a search, else as long as the search
 
 Axes = Mapping[str, tuple[str, int]]
 
@@ -79,11 +82,12 @@ class Shardings:
         space: gives the graph, the job, the settings and the devices that may be used.
         reserve_memory: bytes to leave free on every GPU.
         listener: called after each simulation.
-        proves: whether it is searched for a bound too.
+        proves: whether meshes are looked at for their bound first, and `run` ends with a proof.
         tried: every plan that was simulated in full, in order; of pipelines the best ones.
         grouped: the best plan of groups on each mesh that was searched, best first.
         note: why nothing was tried; empty where something was.
         proven: s that no plan beats, of all that may be the answer; 0 where it was not looked for.
+        searched: what it is proven from.
     """
 
     space: PlacementSpace
@@ -94,6 +98,10 @@ class Shardings:
     grouped: list[Grouped] = field(default_factory=list)
     note: str = ""
     proven: float = 0.0
+    searched: Searched = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.searched = Searched(sets=shard_sets(self.space.problem, self.devices))
 
     @property
     def best(self) -> Sharded | None:
@@ -127,11 +135,8 @@ class Shardings:
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan beats if no part of an op is faster than its share."""
-        problem = self.space.problem
-        fastest = problem.seconds[:, self.devices].min(axis=1) if self.devices else [0.0]
-        work = float(sum(fastest)) / max(1, len(self.devices)) * (1.0 - ROUNDING)
-        return max(work, self.proven)
+        """Seconds that no plan beats; not proven, if no part of an op is faster than its share."""
+        return self.proven or self.searched.floor
 
     def run(self, budget: Budget) -> None:
         """Simulates one way after another, until the budget is spent."""
@@ -141,22 +146,28 @@ class Shardings:
         if len(self.devices) < 2:
             self.note = "needs two GPUs that can run the whole model"
             return
-        if not list(self._sets()):
+        if not self.searched.sets:
             self.note = "only GPUs share a model out, and there are fewer than two"
             return
-        searched = Searched()
-        searched.all_styles = self._try_styles(budget)
-        kinds = {self.space.problem.cluster.devices[device].kind for device in self.devices}
-        if len(kinds) == 1:
-            self._try_pipelines(budget.part(_PIPELINES), searched)
-            self._try_groups(budget, searched)
+        self.searched.all_styles = self._try_styles(budget)
+        self._try_pipelines(budget.part(_PIPELINES))
+        self._try_groups(budget)
         if not self.tried and not self.note:
             self.note = "the batch or the model divides in none of the known ways"
-        if self.proves and len(kinds) == 1 and self.best is not None:
-            shares = self.best.shares
-            fitting = [each for each in self.tried if each.result.feasible]
-            best = min(each.step_time for each in fitting if each.shares or not shares)
-            self.proven = proven(searched, best, sharded=shares)
+        if self.proves:
+            seconds = budget.seconds
+            time = None if seconds is None else max(_PROOF, seconds)
+            self.prove(Budget(time, clock=search_clock))
+
+    def prove(self, budget: Budget) -> None:
+        """Bounds all that may be the answer; by its floor what the budget is too small for."""
+        fitting = [each for each in self.tried if each.result.feasible]
+        shares = any(each.shares for each in fitting)
+        times = [each.step_time for each in fitting if each.shares or not shares]
+        if self.searched.groups is not None:
+            self.searched.groups.prove(budget)
+        least = min(times, default=math.inf)
+        self.proven = proven(self.searched, least, sharded=shares, goes_on=budget.left)
 
     def reasons(self) -> Reasons | None:
         """Returns why the best plan is as it is; None where there is none that fits."""
@@ -174,73 +185,73 @@ class Shardings:
         found = (best.grouped, best.search, runner_up)
         return reasons_of(self.space.problem, pair, *found, shares=best.shares)
 
-    def _sets(self) -> Iterator[list[str]]:
-        """Yields names of GPUs: all, then those of one server."""
-        cluster = self.space.problem.cluster
-        names = [cluster.devices[device].name for device in self.devices]
-        yield from (each for each in device_sets(cluster, names) if len(each) > 1)
-
     def _try_styles(self, budget: Budget) -> bool:
         """Simulates the known ways; returns whether all of them."""
-        own = budget.part(_STYLES)
-        for names in self._sets():
-            for axes in _ways(len(names)):
+        own, is_all = budget.part(_STYLES), True
+        for each in self.searched.sets:
+            for axes in _ways(len(each.names)):
                 if not (own.left() if self.tried else budget.left()):
                     if not self.tried:
                         self.note = self.note or "the budget ended before anything was tried"
                     return False
-                self._try(partial(self._styled, names, axes), own if self.tried else budget)
-        return own.left()
+                way = partial(self._styled, each.names, axes)
+                is_all &= self._try(way, own if self.tried else budget)
+        return is_all
 
-    def _try_pipelines(self, budget: Budget, searched: Searched) -> None:
-        """Simulates the best pipeline of sharded stages on each set of GPUs."""
+    def _try_pipelines(self, budget: Budget) -> None:
+        """Simulates the best pipeline of sharded stages on each set of GPUs of one kind."""
         index = self.space.problem.cluster.device_index
-        sets = list(self._sets())
-        for names in reversed(sets):
-            devices = [index(name) for name in names]
+        sets = [each for each in self.searched.sets if each.is_uniform]
+        for each in reversed(sets):
+            devices = [index(name) for name in each.names]
             problem = Combined.build(self.space, devices, reserve_memory=self.reserve_memory)
-            best = self.best
-            limit = best.step_time if best is not None and best.shares else math.inf
-            search = CombinedSearch(problem, self.listener, limit=limit)
-            searched.pipelines.append(search.bound)
+            search = CombinedSearch(problem, self.listener, limit=self._limit())
+            self.searched.pipelines.append((each, search.bound))
             if not budget.left():
                 continue
             try:
-                search.run(budget.part(1.0 if len(names) == len(sets[0]) else 0.5))
+                search.run(budget.part(1.0 if each is sets[0] else 0.5))
             finally:  # an interrupted search has a best plan too
                 found = self._simulate(partial(getattr, search, "plan"), 0, 1)
                 if found is not None:
                     self.tried[-1] = found._replace(search=search)
 
-    def _try_groups(self, budget: Budget, searched: Searched) -> None:
+    def _try_groups(self, budget: Budget) -> None:
         """Simulates the best plans of groups."""
-        best = self.best
-        searched.groups = GroupSearch(
+        sets = [each.names for each in self.searched.sets if each.is_uniform]
+        if not sets:
+            return
+        self.searched.groups = search = GroupSearch(
             space=self.space,
-            sets=list(self._sets()),
+            sets=sets,
             reserve_memory=self.reserve_memory,
             proves=self.proves,
-            limit=best.step_time if best is not None and best.shares else math.inf,
+            limit=self._limit(),
         )
-        if budget.left() or self.proves:
-            searched.groups.run(budget.part(0.9))
-        self.grouped = searched.groups.found
+        search.run(budget.part(0.9))
+        self.grouped = search.found
         for each in self.grouped:
             before = len(self.tried)
             self._try(partial(_plan_of, each), budget)
             self.tried[before:] = [t._replace(grouped=each) for t in self.tried[before:]]
 
-    def _try(self, make: Callable[[], Plan | None], budget: Budget) -> None:
-        """Simulates a way; as long as it does not fit, in less memory."""
+    def _limit(self) -> float:
+        """Returns s of the best plan that shares something out, inf where there is none."""
+        best = self.best
+        return best.step_time if best is not None and best.shares else math.inf
+
+    def _try(self, make: Callable[[], Plan | None], budget: Budget) -> bool:
+        """Simulates a way; as long as it does not fit, in less memory; False: it was cut short."""
         for sharding, microbatches in _fallbacks():
             if not budget.left():
-                return
+                return False
             found = self._simulate(make, sharding, microbatches)
             budget.charge(1)
             if self.listener is not None:
                 self.listener(budget)
             if found is None or found.result.feasible:
-                return
+                return True
+        return True
 
     def _styled(self, names: Sequence[str], axes: Axes) -> Plan:
         """Returns the plan of styles."""
