@@ -39,6 +39,8 @@ from simcore.result import Result
 from simcore.simulation import Options, simulate_checked
 
 LEAST_SAMPLES = 10  # for deciles
+MOST_ERROR = 5.0  # of a logarithm: one draw in three is off by a factor of 150
+MOST_SAMPLES = 1_000_000  # more change no decile that anyone reads
 DECILES = (0.1, 0.5, 0.9)
 
 
@@ -51,12 +53,23 @@ class Spread:
         transfer: of an op in another program than its curve was measured in.
         link: of communication.
         machine: of everything at once.
+
+    Raises:
+        UsageError: a share outside 0 to 1, an error that is negative or not finite.
     """
 
     shared: float = 0.17
     transfer: float = 0.2
     link: float = 0.1
     machine: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shared <= 1:
+            raise UsageError(f"spread: shared must be from 0 to 1, not {self.shared}")
+        for name in ("transfer", "link", "machine"):
+            value = getattr(self, name)
+            if not 0 <= value <= MOST_ERROR:
+                raise UsageError(f"spread: {name} must be from 0 to {MOST_ERROR:g}, not {value}")
 
 
 class Interval(NamedTuple):
@@ -78,7 +91,7 @@ class Draws:
         spread: of the errors.
 
     Raises:
-        UsageError: fewer than ten samples.
+        UsageError: fewer than ten samples, or more than a million.
     """
 
     samples: int
@@ -88,6 +101,8 @@ class Draws:
     def __post_init__(self) -> None:
         if self.samples < LEAST_SAMPLES:
             raise UsageError(f"deciles need at least {LEAST_SAMPLES} samples, not {self.samples}")
+        if self.samples > MOST_SAMPLES:
+            raise UsageError(f"at most {MOST_SAMPLES:,} samples can be drawn, not {self.samples}")
 
 
 def sampled(

@@ -180,3 +180,18 @@ def test_too_few_draws_and_code_of_a_plan_are_refused_before_anything_is_capture
         printed = capsys.readouterr().err
         assert said in printed
         assert "capturing" not in printed
+
+
+@pytest.mark.parametrize(
+    "spread",
+    [{"shared": 2.0}, {"shared": -0.5}, {"link": -1.0}, {"machine": float("inf")},
+     {"transfer": float("nan")}],
+)  # fmt: skip
+def test_a_spread_that_is_none_is_refused(spread: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=rf"spread: {next(iter(spread))} must be from 0 to"):
+        Spread(**spread)
+
+
+def test_more_samples_than_a_million_are_refused() -> None:
+    with pytest.raises(UsageError, match="at most 1,000,000 samples"):
+        Draws(samples=10**20)

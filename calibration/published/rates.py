@@ -53,7 +53,8 @@ def _titan(row: Row) -> Stated:
     if row["seq_len"]:
         length = row.whole("seq_len")
     rate = row.number("value") * row.whole("n_gpus")
-    return Stated(batch, row.whole("micro_batch_per_gpu"), length, batch * length / rate)
+    seconds = _seconds(batch * length, rate)
+    return Stated(batch, row.whole("micro_batch_per_gpu"), length, seconds)
 
 
 def _bert(row: Row) -> Stated | None:
@@ -67,13 +68,21 @@ def _bert(row: Row) -> Stated | None:
     else:
         length = row.whole("seq_len")
         if row["model"].endswith("biobert"):
-            count = max(1, BIOBERT_BATCHES[length] // (micro * gpus))
+            count = BIOBERT_BATCHES.get(length, 0) // max(1, micro * gpus)
+            count = max(1, count) if length in BIOBERT_BATCHES else 0
         else:
             count = row.whole("grad_accum")
+        if count < 1:
+            return None
         if row["model"].startswith("PyTorch") and "V100" in row["gpu"]:
             micro //= count
     batch = micro * count * gpus
-    return Stated(batch, micro, length, batch / row.number("value"))
+    return Stated(batch, micro, length, _seconds(batch, row.number("value")))
+
+
+def _seconds(amount: int, rate: float) -> float:
+    """Returns s of a step, 0 where its rate is none."""
+    return amount / rate if rate > 0 else 0.0
 
 
 def _fine_tuned(row: Row) -> int:
@@ -88,5 +97,5 @@ def _transformer(row: Row) -> Stated | None:
     mixed, plain = found[1], found[2] or found[1]
     micro = int(mixed if row["precision"] == "mixed" else plain) // SENTENCE_LENGTH
     batch = micro * row.whole("n_gpus")
-    seconds = batch * SENTENCE_LENGTH / row.number("value")
+    seconds = _seconds(batch * SENTENCE_LENGTH, row.number("value"))
     return Stated(batch, micro, SENTENCE_LENGTH, seconds)

@@ -26,6 +26,8 @@ from calibration.published.torchtitan import read_titan
 from simcore.units import US
 
 BLOOM_VOCABULARY = 250_880
+MOST_GPUS, MOST_LAYERS, MOST_WIDE = 2**14, 2**10, 2**20  # beyond, a number is taken for a slip
+MOST_MICROBATCHES = 2**16
 SAILOR_HOST = Residual(
     "host seconds per op",
     25.7 * US,
@@ -51,6 +53,9 @@ def _lacking(run: Run) -> str:
     shares = (run.dp, run.tp, run.pp, max(1, run.cp))
     reasons = {
         "no step time can be derived": run.seconds <= 0,
+        "more GPUs, layers or width than any model": run.num_gpus > MOST_GPUS
+        or run.layers > MOST_LAYERS
+        or max(run.hidden, run.heads, run.length) > MOST_WIDE,
         "batch not stated": run.global_batch < 1 or run.micro_batch < 0,
         "inference on several GPUs": run.task == "inference" and run.num_gpus > 1,
         "expert parallel": run.ep > 1 and run.source not in _WITH_EXPERTS,
@@ -79,7 +84,13 @@ def _contradiction(described: Described) -> str:
             return "fewer layers than stages"
     if size.length % layout.cp:
         return "positions do not divide among the context-parallel devices"
-    microbatches = (job.batch or 0) // (layout.dp * layout.microbatch)
+    return _uneven(layout, (job.batch or 0) // (layout.dp * layout.microbatch))
+
+
+def _uneven(layout: Layout, microbatches: int) -> str:
+    """Returns why so many microbatches do not go with a layout, "" if they do."""
+    if microbatches > MOST_MICROBATCHES:
+        return "more microbatches than can be simulated"
     if layout.chunks > 1 and microbatches % max(1, microbatches // layout.pp):
         return "interleaved stages need microbatches in rounds of equal size"
     return ""

@@ -139,7 +139,7 @@ def _run(row: Row) -> Run:
         source=row["source_repo"],
         part=_part(row),
         parameters=row.number("params_b") if row["params_b"] else 0.0,
-        micro_batch=int(micro) if re.fullmatch(r"\d+", micro) else 0,
+        micro_batch=row.whole("micro_batch_per_gpu") if re.fullmatch(r"\d+", micro) else 0,
         seconds=row.number("step_time_ms") / 1e3 if row["step_time_ms"] else 0.0,
         **texts,
         **whole,

@@ -29,7 +29,7 @@ from simcore.cost import cost_table, kinds_of
 from simcore.pipeline_build import stage_of_units
 from simcore.shards import one_device
 from simcore.signature import Phase
-from simcore.uncertainty import Spread, op_errors, total_error
+from simcore.uncertainty import MOST_ERROR, Spread, op_errors, total_error
 
 SAMPLE = 20  # runs of a source that are looked at
 DECILE = float(norm.ppf(0.9))  # of a standard normal distribution
@@ -130,7 +130,7 @@ def spread_of(run: Run, spread: Spread) -> Spread:
     if stated is None:
         return spread
     own = np.log1p(int(stated[1]) / 100) / DECILE
-    return replace(spread, machine=float(np.hypot(spread.machine, own)))
+    return replace(spread, machine=min(MOST_ERROR, float(np.hypot(spread.machine, own))))
 
 
 def share_inside(inside: Sequence[bool]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from calibration.published.plans import Layout
 from calibration.published.rows import Run
 from simcore.job import Job
 
+KEY_HEADS = 8  # of both sizes
 UNITS = 16  # of two blocks each
 _SIZES = {"Llama-3.1-8B": "llama:llama_3_8b", "Llama-3.1-70B": "llama:llama_3_70b"}
 
@@ -32,6 +33,8 @@ def read_titan(run: Run) -> Described | NotExpressible:
         return NotExpressible("products in pieces beside their collectives")
     if run.pp > 1:
         return NotExpressible("pipelines of FSDP's units")
+    if KEY_HEADS % run.tp:
+        return NotExpressible("heads do not divide among the tensor-parallel devices")
     if run.model not in _SIZES or run.precision != "bf16":
         return NotExpressible("no model family for this model")
     job = Job(

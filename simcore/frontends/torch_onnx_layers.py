@@ -30,7 +30,7 @@ def _recurrent(node: Node) -> tuple[Tensor, ...]:
             other shapes than the layer's.
     """
     batch_first = bool(node.get("layout", 0))
-    x = node.tensor(0).transpose(0, 1) if batch_first else node.tensor(0)
+    x = _sequence(node, batch_first)
     weights, biases = (node.tensor(1), node.tensor(2)), node.optional(3)
     directions, hidden = _checked(node, x, weights, biases)
     if node.optional(_PEEPHOLES) is not None or node.get("input_forget", 0):
@@ -47,6 +47,14 @@ def _recurrent(node: Node) -> tuple[Tensor, ...]:
     return (out.transpose(1, 2), *ends)
 
 
+def _sequence(node: Node, batch_first: bool) -> Tensor:
+    """Returns the input, [step, batch, feature]."""
+    x = node.tensor(0)
+    if x.dim() != 3:
+        raise ValueError(f"its input has {x.dim()} axes, not step, batch and feature")
+    return x.transpose(0, 1) if batch_first else x
+
+
 def _checked(
     node: Node, x: Tensor, weights: tuple[Tensor, Tensor], biases: Tensor | None
 ) -> tuple[int, int]:
@@ -58,10 +66,10 @@ def _checked(
     name = node.get("direction", b"forward").decode()
     if name not in _DIRECTIONS:
         raise ValueError(f"direction {name!r} is not known")
-    hidden = int(node.get("hidden_size", weights[1].shape[-1]))
+    hidden = int(node.get("hidden_size", (0, *weights[1].shape)[-1]))
+    if hidden < 1:
+        raise ValueError(f"{hidden} hidden features, where there must be one or more")
     directions, rows = _DIRECTIONS[name], _GATES[node.op] * hidden
-    if x.dim() != 3:
-        raise ValueError(f"its input has {x.dim()} axes, not step, batch and feature")
     wanted = [(directions, rows, x.shape[2]), (directions, rows, hidden), (directions, 2 * rows)]
     for what, given, shape in zip(
         ("weights", "recurrent weights", "biases"), (*weights, biases), wanted, strict=True
@@ -75,10 +83,21 @@ def _checked(
 
 
 def _state(node: Node, place: int, shape: tuple[int, ...], batch_first: bool) -> Tensor:
-    """Returns a first state, [direction, batch, hidden]; zeros where none is given."""
+    """Returns a first state, [direction, batch, hidden]; zeros where none is given.
+
+    Raises:
+        ValueError: a state of another shape; the batch may also be that of the file.
+    """
     state = node.optional(place)
     if state is None:
         return node.tensor(0).new_zeros(shape)
+    directions, batch, hidden = shape
+    fitting = [(directions, size, hidden) for size in (batch, node.batch[0])]
+    if batch_first:
+        fitting = [(size, first, last) for first, size, last in fitting]
+    if tuple(state.shape) not in fitting:
+        given, wanted = tuple(state.shape), fitting[0]
+        raise ValueError(f"a first state of shape {given}, where the layer needs {wanted}")
     return state.transpose(0, 1).contiguous() if batch_first else state
 
 
