@@ -26,7 +26,7 @@ FILE_EXCEPTIONS: dict[str, int] = {
 BODY_EXCEPTIONS: dict[tuple[str, str], int] = {}
 
 MAY_PRINT = re.compile(
-    r"simcore/cli\.py|(simcore|agents|calibration)/commands\.py|calibration/\w+/command\.py"
+    r"simcore/cli\.py|(simcore|agents|calibration)/(cluster_)?commands\.py|calibration/\w+/command\.py"
 )
 MAY_IMPORT_NUMBA = re.compile(r"simcore/kernel/.*|.*/compiled_\w+\.py")
 MAY_IMPORT_TORCH = re.compile(

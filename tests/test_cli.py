@@ -343,6 +343,16 @@ def test_graph_refuses_with_a_reason(
 # clusters
 
 
+def test_a_large_cluster_is_shown_by_kinds_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["clusters", "8x8xV100"]) == 0
+    shown = capsys.readouterr().out
+    pairs = [line for line in shown.splitlines() if "server" in line]
+    counts = [int(line.split()[-1].replace(",", "")) for line in pairs if "V100" in line]
+    assert sum(counts) >= 64 * 63  # and those with the hosts
+    assert any("another server" in line for line in pairs)
+    assert max(map(len, shown.splitlines())) < 120
+
+
 def test_clusters_lists_presets_and_shows_one(capsys: pytest.CaptureFixture[str]) -> None:
     listed = run_json(capsys, "clusters")["clusters"]
     assert isinstance(listed, list)
