@@ -1,6 +1,7 @@
 """Checkpoints: tensors, numbers and strings in a file that is whole or not there."""
 
 import io
+import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,5 +72,18 @@ def load(folder: Path | None, identity: Mapping[str, str]) -> dict[str, Any]:
     known, state = read(path)
     for name, value in identity.items():
         if known.get(name) != value:
-            raise PlacewrightError(f"{path}: its {name} is not that of this run")
+            fields = _differing(known.get(name, ""), value)
+            raise PlacewrightError(f"{path}: its {name} is not that of this run{fields}")
     return state
+
+
+def _differing(known: str, wanted: str) -> str:
+    """Names the fields of two JSON objects that differ; empty where they are none."""
+    try:
+        a, b = json.loads(known), json.loads(wanted)
+    except ValueError:
+        return ""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return ""
+    names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    return f": {', '.join(f'{n} {a.get(n)}, now {b.get(n)}' for n in names)}"

@@ -466,7 +466,7 @@ def test_the_command_line_trains_and_resumes(data, tmp_path, capsys):
     assert [record["evaluations"] for record in records] == [128, 256]
     assert records[1]["best_step_time_s"] <= records[0]["best_step_time_s"]
     assert run_command(Config, train, [*run, "--resume", "--clip", "0.3"]) == 1
-    assert "its configuration is not that of this run" in capsys.readouterr().err
+    assert "its configuration is not that of this run: clip 0.2, now 0.3" in capsys.readouterr().err
 
 
 def test_the_command_line_explains_itself():
