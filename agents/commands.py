@@ -302,7 +302,7 @@ class _Display:
 
 def _line(progress: Progress) -> str:
     if progress.stage == "compile":
-        return "compiling the simulator (first run only; cached on disk) ..."
+        return "preparing the simulator (compiled on the first run, then cached) ..."
     best = "nothing fits yet"
     if progress.best is not None:
         best = f"best {format_seconds(progress.best)} by {progress.finder}"

@@ -1,10 +1,10 @@
 """The answer of a search: its best plan simulated again, the bound, and why that plan won."""
 
-import time
 from collections.abc import Mapping
 
 import msgspec
 
+from agents.planners.compiled_clock import search_clock
 from agents.planners.pipeline_plans import Found as Pipelined
 from agents.planners.recorder import Found
 from agents.planners.shard_reasons import Reasons
@@ -42,7 +42,7 @@ def answer(search: Search, seed: int) -> PortfolioResult:
         strategy=finder,
         seed=seed,
         evaluations=search.recorder.evaluations,
-        seconds=round(time.perf_counter() - search.started, 3),
+        seconds=round(search_clock() - search.started, 3),
         budget_s=search.budget.seconds,
         baselines=baselines,
         baseline_notes=notes,

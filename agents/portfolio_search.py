@@ -1,12 +1,12 @@
 """One search of the portfolio: which planner runs when, and what all of them found."""
 
-import time
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from agents.planners.anneal import Anneal
 from agents.planners.chain_split import ChainSplit
+from agents.planners.compiled_clock import search_clock
 from agents.planners.cross_entropy import CrossEntropy
 from agents.planners.data_parallel import Copies, DataParallel, data_parallel
 from agents.planners.exhaustive import Exhaustive
@@ -80,7 +80,7 @@ class Search:
         self.finished: set[str] = set()  # planners
         self.is_improving = False
         self.interrupted = False
-        self.started = time.perf_counter()
+        self.started = search_clock()
 
     def run(self, seed: int) -> None:
         """Runs the planners, the simple ones first, until the budget is spent."""

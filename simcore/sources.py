@@ -59,7 +59,7 @@ def load_graph(
         if not trusted:
             raise UsageError(
                 f"the graph comes from your own code, {source}, which is not run because a file "
-                "says so; name it on the command line"
+                f"says so; name it again: --graph {source}"
             )
         graph, job = _made(source, changes)
     else:
