@@ -353,6 +353,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="folder of profiles to be written")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
+    if not options.data.is_dir():
+        parser.error(f"{options.data}: there is no such folder")
     folder = options.write or SHIPPED / "devices"
     profiles = {
         path.stem: parse_profile(path.read_bytes(), path.name) for path in folder.glob("*.json")

@@ -22,7 +22,7 @@ def format_seconds(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", MS), ("us", US)):
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+    return f"{float(f'{seconds / 1e-9:.3g}'):g} ns" if seconds else "0 s"
 
 
 def format_count(count: float) -> str:

@@ -17,6 +17,7 @@ import pytest
 from simcore import cli
 from simcore.cli import Answer, Subparsers
 from simcore.errors import InfeasibleError, PlanError, UsageError
+from simcore.units import format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 PROFILE = """\
@@ -370,3 +371,10 @@ def test_clusters_lists_presets_and_shows_one(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["clusters", "9xV100"]) == 1
     assert "unknown cluster '9xV100'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(999.7e-9, "1000 ns"), (1e-6, "1 us"), (0.0413, "41.3 ms"), (0.0, "0 s")]
+)
+def test_seconds_are_written_without_an_exponent(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
