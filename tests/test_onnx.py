@@ -232,6 +232,15 @@ def test_a_recurrent_layer_with_weights_of_another_one_is_refused(
         load(model)
 
 
+def test_a_first_state_of_another_shape_is_refused(load: Any) -> None:
+    model = onnx_models.recurrent("GRU", 3)
+    layer = next(node for node in model.graph.node if node.op_type == "GRU")
+    model.graph.initializer.append(onnx_models.tensor("first", [1, 4, 63]))
+    layer.input.extend(["", "first"])
+    with pytest.raises(CaptureError, match=r"first state of shape \(1, 4, 63\)"):
+        load(model)
+
+
 def test_control_flow_is_refused_by_the_name_of_its_node(load: Any) -> None:
     helper, kind = onnx_models.helper, onnx_models.TensorProto.FLOAT
     out = helper.make_tensor_value_info("inner", kind, None)

@@ -236,3 +236,14 @@ def test_the_parts_that_are_read_are_covered() -> None:
             found.setdefault(run.part, []).append(said)
     shares = {part: sum(found[part]) / len(found[part]) for part in LEAST}
     assert {part: share for part, share in shares.items() if share < LEAST[part]} == {}
+
+
+@pytest.mark.parametrize("field", ["value", "n_gpus"])
+def test_a_rate_or_a_number_of_gpus_of_nothing_gives_no_step(field: str) -> None:
+    stated = stated_by(row(**{field: "0"}))
+    assert stated is None or stated.seconds == 0.0
+
+
+def test_a_step_of_no_microbatches_is_not_stated() -> None:
+    assert stated_by(row(grad_accum="0")) is None
+    assert stated_by(row(model=f"{TF_BERT}/biobert", seq_len="77")) is None

@@ -152,3 +152,16 @@ def test_rows_in_bf16_without_more_are_read() -> None:
     read = [run for run in runs if isinstance(describe_run(run), Described)]
     assert len(read) >= 2
     assert all(known_cluster(run) is not None for run in read)
+
+
+def test_key_heads_have_to_divide_among_the_tensor_parallel_devices() -> None:
+    refused = read_titan(changed(tp=7, dp=1, num_gpus=7))
+    assert isinstance(refused, NotExpressible)
+    assert "heads do not divide" in refused.reason
+
+
+@pytest.mark.parametrize("field", ["num_gpus", "layers", "hidden"])
+def test_numbers_beyond_any_model_are_refused_before_a_cluster_is_built(field: str) -> None:
+    refused = describe_run(changed(**{field: 10**9}))
+    assert isinstance(refused, NotExpressible)
+    assert "than any model" in refused.reason
