@@ -159,7 +159,7 @@ def test_progress_goes_to_standard_error(model: str, capsys: pytest.CaptureFixtu
     answer(capsys, model, "--cluster", "4xV100-NVLink")
     assert run(model, "--cluster", "4xV100-NVLink", "--json") == 0
     err = capsys.readouterr().err
-    assert err.startswith("compiling the simulator")
+    assert err.startswith("preparing the simulator")
     assert "single_device: best 9 ms by single_device" in err
 
 
